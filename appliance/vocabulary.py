@@ -373,7 +373,8 @@ class TokensProduced(Event, frozen=True, kw_only=True):
 
 
 class TurnEnded(Event, frozen=True, kw_only=True):
-    """A turn is over after `seconds` of decoding in `steps` steps. `kv_slabs` stay mapped."""
+    """A turn is over after `seconds` of decoding in `steps` steps. `kv_slabs` stay mapped.
+    `drafted` tokens were guessed in it, of which `accepted` became output."""
 
     instance: InstanceId
     model: ModelName
@@ -383,6 +384,8 @@ class TurnEnded(Event, frozen=True, kw_only=True):
     seconds: float
     kv_slabs: int
     cold_slabs: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class KvMoved(Event, frozen=True, kw_only=True):

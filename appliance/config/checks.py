@@ -11,12 +11,21 @@ from typing import Final
 
 from appliance.access.keys import KeyFile
 from appliance.checkpoints.checkpoint import CatalogEntry
-from appliance.checkpoints.families import is_tried
+from appliance.checkpoints.drafts import METHOD, OTHERWISE, check_drafts
+from appliance.checkpoints.families import UnsupportedModel, is_tried
 from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.problems import ProblemReport
-from appliance.config.schema import Api, Config, Devices, Model, PolicyTable, Telemetry
+from appliance.config.schema import (
+    Api,
+    Config,
+    Devices,
+    Model,
+    PolicyTable,
+    Speculate,
+    Telemetry,
+)
 from appliance.config.sizing import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
 from appliance.platform.admin_socket import AdminSocketError, group_id
@@ -36,6 +45,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_telemetry(config.telemetry, report)
     _check_policies(config.policy, report)
     _check_names(config.models, report)
+    _check_speculate(config.models, report)
     if check_files:
         for key, path in (
             (("journal", "path"), config.journal.path),
@@ -48,6 +58,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
         entries = _read_checkpoints(config, report)
         _check_tasks(config, entries, report)
         _check_heads(config, entries, report)
+        _check_drafts(config, entries, report)
         check_sizes(config, entries, report)
 
 
@@ -183,6 +194,47 @@ def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: Pro
         except PoolerRefused as error:
             at = ("model", index, "pooler_config", error.key)
             report.add(at, error.wrong, error.remedy)
+
+
+def _check_speculate(models: tuple[Model, ...], report: ProblemReport) -> None:
+    for index, model in enumerate(models):
+        at, asked = ("model", index, "speculate"), model.speculate
+        if asked.method not in ("", METHOD):
+            report.add(
+                (*at, "method"),
+                f'there are no drafts by {asked.method!r}: only "{METHOD}" is available',
+                f'use "{METHOD}", or {OTHERWISE}',
+            )
+        elif not asked.method and asked != Speculate():
+            report.add(at, "it has no method", f'add method = "{METHOD}", or {OTHERWISE}')
+        if asked.prompt_lookup_min > asked.prompt_lookup_max:
+            report.add(
+                (*at, "prompt_lookup_min"),
+                f"{asked.prompt_lookup_min} is more than prompt_lookup_max "
+                f"({asked.prompt_lookup_max})",
+                f"use {asked.prompt_lookup_max} or less",
+            )
+
+
+def _check_drafts(
+    config: Config, entries: list[CatalogEntry | None], report: ProblemReport
+) -> None:
+    """Whether models may have the drafts that they are to have."""
+    devices = config.devices
+    for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
+        if entry is None or not model.speculate.method:
+            continue
+        try:
+            check_drafts(
+                read_model_config(entry.path),
+                check_task(entry.path, model.task),
+                on_cpu=not devices.cuda,
+                ranks=devices.tensor_parallel,
+            )
+        except UnsupportedModel as error:
+            report.add(("model", index, "speculate"), error.wrong, error.remedy)
+        except CheckpointError:
+            pass  # of its task, and reported as such
 
 
 def _check_heads(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:

@@ -20,6 +20,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
+from appliance.checkpoints.drafts import LONGEST_LOOKUP, METHOD, MOST_DRAFTED, Speculation
 from appliance.checkpoints.task import AskedTask, PoolerValue
 from appliance.hookspecs import HOOKS
 from appliance.platform.admin_socket import AUTO
@@ -523,6 +524,44 @@ class Pooler(Section, kw_only=True):
         return {key: value for key, value in values.items() if value != getattr(usual, key)}
 
 
+class Speculate(Section, kw_only=True):
+    """How tokens of a model are drafted."""
+
+    method: Annotated[
+        str,
+        Meta(
+            description="Where drafts come from: `ngram` looks where a request's last tokens stood "
+            'before, and drafts what followed there; "" for no drafts.',
+            examples=[METHOD],
+        ),
+    ] = ""
+    tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED, description="Most tokens of a draft.")] = 4
+    prompt_lookup_min: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=LONGEST_LOOKUP,
+            description="Fewest last tokens that must have stood before. Fewer make more drafts, "
+            "of which more are wrong.",
+        ),
+    ] = 2
+    prompt_lookup_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=LONGEST_LOOKUP,
+            description="Most that are looked for; the longest that is found counts.",
+        ),
+    ] = 5
+
+    @property
+    def chosen(self) -> Speculation | None:
+        """None for no drafts."""
+        if not self.method:
+            return None
+        return Speculation(self.tokens, self.prompt_lookup_min, self.prompt_lookup_max)
+
+
 class Model(Section, kw_only=True):
     """A model of the catalogue; repeat the table for each."""
 
@@ -607,6 +646,13 @@ class Model(Section, kw_only=True):
             "`--pooler-config` (docs/embeddings.md). What is left out is as its checkpoint says."
         ),
     ] = Pooler()
+    speculate: Annotated[
+        Speculate,
+        Meta(
+            description="How tokens are drafted: guessed, and checked together in the next step, "
+            "which makes output that repeats itself faster (docs/drafts.md)."
+        ),
+    ] = Speculate()
     max_queue: Annotated[
         int, Meta(ge=1, description="Its requests in the appliance at once; one more gets 429.")
     ] = 1024

@@ -233,7 +233,7 @@ class Daemon:
             plan.devices,
         )
         self._model_activities = ModelActivities(
-            machine, self.catalogue, self._requests.windows, clock
+            machine, self.catalogue, self._requests.windows, self._counters.drafts, clock
         )
         self._kv_activities = KvActivities(machine.host, self._pools)
         self._gauges = Gauges(

@@ -94,6 +94,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             reasoning_parser=model.reasoning_parser,
             max_logprobs=model.max_logprobs,
             pooler_config=asked | ({"task": pooled} if pooled else {}),
+            speculation=model.speculate.chosen,
         ),
         created=entry.created,
         tool_parser=model.tool_parser or None,

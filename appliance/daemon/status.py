@@ -99,12 +99,14 @@ class ModelActivities:
         machine: Machine,
         catalogue: ModelAdministration,
         windows: Mapping[ModelName, SloWindow],
+        drafts: Mapping[ModelName, tuple[int, int]],
         clock: Callable[[], float],
     ) -> None:
-        """A model without a window delivered nothing."""
+        """A model without a window delivered nothing; `drafts` are `WorkCounters.drafts`."""
         self._machine = machine
         self._catalogue = catalogue
         self._windows = windows
+        self._drafts = drafts
         self._clock = clock
 
     def card(self, name: ModelName) -> ModelCard:
@@ -142,6 +144,7 @@ class ModelActivities:
         served = self._catalogue.served[name]
         spec = served.spec
         window = self._windows.get(name)
+        drafted, accepted = self._drafts.get(name, (0, 0))
         return ModelActivity(
             model=name,
             state=self._state(name),
@@ -152,6 +155,8 @@ class ModelActivities:
             draining=spec.draining,
             load_requested=name in self._machine.dispatcher.prefetcher.preloads,
             output_tokens=0 if window is None else window.output_tokens,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
             window=None if window is None else window.window(self._clock()),
             terms=ModelTerms(
                 slo=spec.slo,

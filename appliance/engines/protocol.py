@@ -51,7 +51,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Produced(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token of one request.
+    """One token of one request; a step may give several, of which the last may end it.
 
     `detail` is the engine's whole output where that is more than the token (log probabilities, a
     stop reason, cached tokens): `appliance.engines.vllm.messages`'s encoding of it. Of a prompt
@@ -84,6 +84,13 @@ class KvBytes(NamedTuple):
     used_bytes: int
     cold_bytes: int
     peak_bytes: int
+
+
+class DraftUse(NamedTuple):
+    """Tokens that were drafted, and those of them that became output."""
+
+    drafted: int
+    accepted: int
 
 
 class Verdict(StrEnum):
@@ -173,7 +180,9 @@ class Engine(Protocol):
         prompts: Sequence[RequestId] = (),
         chunk_tokens: int = 0,
     ) -> list[Produced]:
-        """Decode one token of each of these requests, which must have their KV on the device.
+        """Decode one token of each of these requests, which must have their KV on the device; more,
+        in order, where drafts were right. All but a request's last token are computed afterwards.
+
         Stepping the same list object again is cheapest; it must not be changed meanwhile.
 
         A mixed step has `prompts` that have begun, too: the next `chunk_tokens` tokens of them (at
@@ -204,6 +213,9 @@ class Engine(Protocol):
 
     def kv_use(self) -> KvBytes:
         """The model's KV on the device, O(1); `peak_bytes` since the engine was built."""
+
+    def draft_use(self) -> DraftUse:
+        """Since the engine was built."""
 
     def retire(self) -> None:
         """Give everything back, addresses too; nothing may be under way. The engine is not used

@@ -87,6 +87,11 @@ class Metrics:
         self._preemptions.labels(model).inc()
         self._vllm_preemptions.labels(model).inc()
 
+    def drafts(self, model: ModelName, drafted: int, accepted: int) -> None:
+        """A turn drafted so many tokens, and so many of them became output."""
+        self._drafted.labels(model).inc(drafted)
+        self._accepted.labels(model).inc(accepted)
+
     def kv_recomputed(self, model: ModelName, tokens: int) -> None:
         self._kv_recomputed.labels(model).inc(tokens)
 
@@ -350,6 +355,10 @@ class Metrics:
         )
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.", name)
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.", name)
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", name)
+        self._accepted = counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that became output.", name
+        )
         self._success = counter(
             "vllm:request_success", "Requests that ran to their end.", name, "finished_reason"
         )

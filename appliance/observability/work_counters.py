@@ -20,6 +20,7 @@ from appliance.vocabulary import (
     PrefillDone,
     RunPrefill,
     RunTurn,
+    TurnEnded,
 )
 
 
@@ -31,6 +32,8 @@ class WorkCounters:
         self._metrics = metrics
         self._feed = feed
         self._running: dict[InstanceId, ModelName] = {}
+        self.drafts: dict[ModelName, tuple[int, int]] = {}
+        """Tokens that were drafted of each model that has drafts, and those that became output."""
         self._prefetched: defaultdict[InstanceId, set[ModelName]] = defaultdict(set)
 
     def running(self, instance: InstanceId) -> ModelName | None:
@@ -74,6 +77,10 @@ class WorkCounters:
                 )
             case PrefillDone():
                 self._metrics.prefill(event.model)
+            case TurnEnded() if event.drafted:
+                self._metrics.drafts(event.model, event.drafted, event.accepted)
+                drafted, accepted = self.drafts.get(event.model, (0, 0))
+                self.drafts[event.model] = (drafted + event.drafted, accepted + event.accepted)
 
     def _runs(self, instance: InstanceId, model: ModelName, reason: str) -> None:
         """The model computes now: a ``prefill`` or a ``turn``, which is the `reason`."""
@@ -110,6 +117,7 @@ class WorkCounters:
 
     def forget_model(self, model: ModelName) -> None:
         """The model is gone everywhere."""
+        self.drafts.pop(model, None)
         for prefetched in self._prefetched.values():
             prefetched.discard(model)
         self._running = {

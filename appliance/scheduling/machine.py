@@ -447,8 +447,11 @@ class Machine:
         """What the turn says about the next ones."""
         requests = len(job.requests)
         if not job.prompts:
-            grown = job.kv_tokens + requests * event.steps // 2
-            self.costs.observe_turn(event.model, event.steps, event.seconds, requests, grown)
+            # With drafts a step gives several tokens of a request. What is planned by step times
+            # are tokens, so it counts as so many steps.
+            steps = max(event.steps, job.tokens // max(1, requests))
+            grown = job.kv_tokens + requests * steps // 2
+            self.costs.observe_turn(event.model, steps, event.seconds, requests, grown)
         if job.switches and job.cold:
             overhead = self._context.now - job.ordered - event.seconds
             self.costs.observe_switch(event.model, max(0.0, overhead))

@@ -380,6 +380,10 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an operator wants it on a device, where it is not yet."""
     output_tokens: int = 0
     """Since the daemon started."""
+    drafted_tokens: int = 0
+    """Tokens that were drafted since then; 0 for a model without drafts."""
+    accepted_tokens: int = 0
+    """Those of them that became output."""
     window: WindowStats | None = None
     """None if nothing came of it in the last minute."""
     terms: ModelTerms | None = None

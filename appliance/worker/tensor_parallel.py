@@ -33,6 +33,7 @@ import msgspec
 
 from appliance import framing
 from appliance.engines.protocol import (
+    DraftUse,
     Engine,
     KvBytes,
     KvUse,
@@ -466,6 +467,10 @@ class ReplicatedEngine:
     def kv_use(self) -> KvBytes:
         """Of all ranks, which all have the same."""
         return KvBytes(*(size * self._followers.ranks for size in self._engine.kv_use()))
+
+    def draft_use(self) -> DraftUse:
+        """Of this rank: the others draft the same."""
+        return self._engine.draft_use()
 
     def retire(self) -> None:
         self._local = self._whole = None

@@ -288,6 +288,7 @@ class Worker:
         engine = self._engines[command.model]
         reason, steps, seconds = TurnEnd.DRAINED, 0, 0.0
         prompts = TurnPrompts(command.prompts)
+        drafts = engine.draft_use()
         if self._copies.wait_for_weights(command.model):
             self._copies.wait_for_kv(command.model)
             began = time.monotonic()
@@ -306,6 +307,8 @@ class Worker:
                 seconds=seconds,
                 kv_slabs=use.slabs,
                 cold_slabs=use.cold_slabs,
+                drafted=engine.draft_use().drafted - drafts.drafted,
+                accepted=engine.draft_use().accepted - drafts.accepted,
             )
         )
         self._report_pool()

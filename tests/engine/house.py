@@ -72,8 +72,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(folder: Path, name: str) -> str:
-    """A random checkpoint whose greedy output does not end early by chance."""
+def make_checkpoint(folder: Path, name: str, initializer_range: float = 0.2) -> str:
+    """A random checkpoint whose greedy output does not end early by chance. The smaller its numbers
+    are, the more its output repeats itself."""
     import torch
     import transformers
 
@@ -85,7 +86,7 @@ def make_checkpoint(folder: Path, name: str) -> str:
         max_position_embeddings=4096,
         bos_token_id=1,
         eos_token_id=EOS,
-        initializer_range=0.2,
+        initializer_range=initializer_range,
         torch_dtype=dtype,
         **special,
     )
@@ -151,8 +152,10 @@ class House:
         task: Task = Task.GENERATE,
         max_context: int = 1024,
         pooler_config: dict[str, Any] | None = None,
+        **chosen: Any,
     ) -> Any:
-        """Build an engine and store its weights (in the image of another engine, if given)."""
+        """Build an engine and store its weights (in the image of another engine, if given);
+        `chosen` are further arguments of it."""
         from appliance.engines.vllm.engine import VllmEngine
 
         engine = VllmEngine.build(
@@ -167,6 +170,7 @@ class House:
             swapper=self.swapper,
             max_logprobs=max_logprobs,
             pooler_config=pooler_config,
+            **chosen,
         )
         self.images[model] = image or self.places(engine.weight_slabs, self.arena.slab_bytes)
         engine.store_weights(self.images[model], fill=not image)

@@ -37,6 +37,7 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     max_logprobs: int | _Unset = msgspec.UNSET
     return_tokens_as_token_ids: bool | _Unset = msgspec.UNSET
     pooler_config: dict[str, str | int | float | bool] | _Unset = msgspec.UNSET
+    speculate: dict[str, str | int] | _Unset = msgspec.UNSET
     task: str | _Unset = msgspec.UNSET
     max_queue: _Count | _Unset = msgspec.UNSET
     pin: bool | _Unset = msgspec.UNSET

@@ -42,6 +42,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import keeps_state
 from appliance.checkpoints.kv_layers import is_compressed
 from appliance.checkpoints.language_models import language_config, language_tensors
@@ -50,6 +51,7 @@ from appliance.checkpoints.safetensors import WeightFile, read_header, weight_fi
 from appliance.checkpoints.task import PoolerValue, dense_files
 from appliance.engines.protocol import (
     NO_TOKEN,
+    DraftUse,
     KvBytes,
     KvUse,
     Produced,
@@ -57,6 +59,7 @@ from appliance.engines.protocol import (
     Verdict,
 )
 from appliance.engines.vllm.device import Device, HostDevice
+from appliance.engines.vllm.drafts.ngram import Drafts, draft_args
 from appliance.engines.vllm.executor import RankExecutor, ensure_expert_group
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.guides import Guides, took_too_long
@@ -130,6 +133,7 @@ class VllmEngine:
         )
         self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
         self.kv = self._cache.shape
+        self._drafts = Drafts(core, self._runner, self.kv.block_tokens)
         self._placed = placement.placed
         self._whole_prompts = config.attn_type == "encoder_only"
         """Whether a prompt is computed in one step, as its tokens attend in both directions."""
@@ -170,22 +174,22 @@ class VllmEngine:
         reasoning_parser: str = "",
         max_logprobs: int = 20,
         pooler_config: Mapping[str, PoolerValue] | None = None,
+        speculation: Speculation | None = None,
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
-        `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output
-        of a request in tokens; `max_batch` bounds the requests of a step. With `verify`, the files
-        are compared with ``SHA256SUMS``, if their folder has it, when they are first read. One
-        of several `ranks` (see `executor.join_group`) has its shard of the model. It computes on
+        `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output of
+        a request in tokens; `max_batch` bounds the requests of a step. With `verify`, files are
+        compared with ``SHA256SUMS`` of their folder, if any, when they are first read. One of
+        several `ranks` (see `executor.join_group`) has its shard of the model. It computes on
         `device`: the CPU, if None. Packed weights are kept in the folder of `images`, if any.
-        `reasoning_parser` is vLLM's name of what knows the model's reasoning; empty: it has none.
-        `max_logprobs` bounds the log probabilities of a token, and `pooler_config` has keys of
-        vLLM's `PoolerConfig`.
+        `reasoning_parser` is vLLM's name of one; empty: there is none. `max_logprobs` bounds the
+        log probabilities of a token, `pooler_config` has keys of vLLM's `PoolerConfig`, and with
+        `speculation` tokens are drafted.
 
-        Raises `SeamMoved` for another vLLM or torch, `UnsupportedKvCache` for a model whose KV
-        cache has several shapes, `CheckpointError` (`UnsupportedCheckpoint`) for files that are
-        damaged, or do not become the model's weights by copying, `UnsupportedPooling` for one that
-        cannot do its `task` here, and whatever vLLM raises for a checkpoint that it cannot load.
+        Raises `SeamMoved`, `UnsupportedKvCache` for KV of several shapes, `CheckpointError` for
+        files that are damaged, or do not become the model's weights by copying, or for what the
+        model cannot do, `UnsupportedPooling`, and what vLLM raises for what it cannot load.
         """
         check_seams()
         checkpoint = read_model_config(Path(path))
@@ -203,6 +207,7 @@ class VllmEngine:
             max_num_seqs=max_batch,
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}),
+            **draft_args(speculation, checkpoint, task, where, ranks),
         )
         with recording(files, dense) as recorded:
             place = partial(
@@ -375,8 +380,9 @@ class VllmEngine:
             self._cache.wait_for(requests)
             self._stepping = requests
         batch = self._batch
+        decoding = len(batch) + self._drafts.cut(batch, prompts)
         # vLLM's buffers are for so many tokens.
-        chunk = min(chunk_tokens, self._step_tokens - len(batch))
+        chunk = min(chunk_tokens, self._step_tokens - decoding)
         if self._states.any_scored(prompts):
             chunk = min(chunk, SCORED_TOKENS)
         computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
@@ -388,9 +394,9 @@ class VllmEngine:
         beginning = sum(known.num_computed_tokens % self.kv.block_tokens == 0 for known in batch)
         self._cache.provide(beginning * self.kv.tables, kv_slabs)
         if not computing:
-            return self._execute(batch, len(batch))
+            return self._execute(batch, decoding)
         done = self._complete(computing, chunk)
-        produced = self._execute([*batch, *computing], len(batch) + chunk)
+        produced = self._execute([*batch, *computing], decoding + chunk)
         drew = {one.request for one in produced}
         assert drew.intersection(prompts) == done, f"vLLM completed {drew}, not {done}"
         return produced
@@ -423,6 +429,9 @@ class VllmEngine:
     def kv_use(self) -> KvBytes:
         return self._cache.use()
 
+    def draft_use(self) -> DraftUse:
+        return self._drafts.use
+
     # --- inside ----------------------------------------------------------------------------------
 
     @property
@@ -450,6 +459,7 @@ class VllmEngine:
         """Nothing of the request is computed, and its blocks may be unmapped at once."""
         self._stepping = None
         self._device.settle()  # a step that failed half way, or blocks that are being emptied
+        request.spec_token_ids = []
         self._scheduler.withdraw(request)
         self._states.withdraw(request)
 
@@ -504,7 +514,9 @@ class VllmEngine:
             for known in batch:
                 self._withdraw(known)
             raise
-        produced = [_produced(o) for o in outputs[0].outputs] if 0 in outputs else []
+        ready = outputs[0].outputs if 0 in outputs else []
+        self._drafts.propose(ready)
+        produced = [token for output in ready for token in _produced(output)]
         for place, token in enumerate(produced):
             if token.finished is not None:
                 self._stepping = None
@@ -601,14 +613,18 @@ def _cache_salt(prefix_salt: str, cache_salt: str | None) -> str | None:
     return f"{prefix_salt}:{cache_salt or ''}" if prefix_salt or cache_salt else None
 
 
-def _produced(output: EngineCoreOutput) -> Produced:
-    finish = output.finish_reason
-    return Produced(
-        output.request_id,
+def _produced(output: EngineCoreOutput) -> list[Produced]:
+    """The tokens of a request in a step. What is said besides goes with the last: only drafts give
+    more than one, and only to requests of which there is nothing to say about each."""
+    name, finish, drafted = output.request_id, output.finish_reason, output.new_token_ids[:-1]
+    del output.new_token_ids[:-1]
+    last = Produced(
+        name,
         NO_TOKEN if output.pooling_output is not None else _only(output.new_token_ids),
         None if finish is None else _FINISH[finish],
         None if _is_plain(output) else encode_output(output),
     )
+    return [*(Produced(name, token) for token in drafted), last]
 
 
 def _because_of_guide(token: Produced, batch: Sequence[Request]) -> Produced:

@@ -173,6 +173,8 @@ class InstanceDouble:
         self.deferring: set[str] = set()
         """Requests whose prompts will not fit, once, whatever is granted."""
         self.steps_per_turn = 3
+        self.tokens_per_step = 1
+        """Of each request that has as many left: with drafts there may be several."""
         self.swap_seconds = 0.001
 
     def order(self, command: Command) -> None:
@@ -442,8 +444,12 @@ class InstanceDouble:
             life = self.world.lives[name]
             assert name in engine.used, "a turn for a request whose KV is elsewhere"
             assert engine.used[name] == engine.model.kv.blocks(life.kv_tokens)
+        lives = [self.world.lives[name] for name in alive]
         needed = {
-            name: engine.model.kv.blocks(self.world.lives[name].kv_tokens + 1) for name in alive
+            name: engine.model.kv.blocks(
+                life.kv_tokens + min(self.tokens_per_step, life.output_tokens - life.produced)
+            )
+            for name, life in zip(alive, lives, strict=True)
         }
         events: list[Event] = []
         grown_from: dict[str, int] = {}
@@ -455,13 +461,13 @@ class InstanceDouble:
                 return [*events, self._end_turn(turn, TurnEnd.KV_FULL)]
             grown_from[name] = before
         self.steps += 1
-        return [*events, self._produce(turn.model, alive)]
+        return [*events, self._produce(turn.model, alive, self.tokens_per_step)]
 
-    def _produce(self, model: str, requests: list[str]) -> Event:
+    def _produce(self, model: str, requests: list[str], most: int = 1) -> Event:
         counts = []
         for name in requests:
             life = self.world.lives[name]
-            count = 0 if life.pooled else 1
+            count = 0 if life.pooled else min(most, life.output_tokens - life.produced)
             life.produced += count
             finished = None
             if life.produced == life.output_tokens:

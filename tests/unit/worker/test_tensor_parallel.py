@@ -14,6 +14,7 @@ import pytest
 
 from appliance import framing
 from appliance.engines.protocol import (
+    DraftUse,
     KvExhausted,
     KvUse,
     Produced,
@@ -116,6 +117,9 @@ class EngineDouble:
     ) -> list[Produced]:
         self._note("step", list(requests), kv_slabs, list(prompts), chunk_tokens)
         return [Produced(request=request, token=self.token) for request in requests]
+
+    def draft_use(self) -> DraftUse:
+        return DraftUse(0, 0)
 
     def swap_out(self, request: str, host_offsets: Sequence[int]) -> Transfer:
         self._note("swap_out", request, list(host_offsets))

@@ -14,6 +14,7 @@ import pytest
 
 from appliance import framing
 from appliance.engines.protocol import (
+    DraftUse,
     GuideRefused,
     KvBytes,
     KvExhausted,
@@ -71,6 +72,7 @@ SHAPE = KvShape(block_tokens=16, block_bytes=300, group_blocks=4, group_slabs=2)
 WEIGHT_BYTES = 4000
 BLOCK_BYTES = 300
 NO_KV = KvBytes(0, 0, 0, 0)
+NO_DRAFTS = DraftUse(0, 0)
 UNREADABLE: set[str] = set()
 """Models whose files are gone."""
 
@@ -107,6 +109,9 @@ class EngineDouble:
     cold: int = 0
     use: KvBytes = NO_KV
     verdict: Verdict = Verdict.OK
+    tokens_per_step: int = 1
+    """Of each request: those behind the first were drafted."""
+    drafts: DraftUse = NO_DRAFTS
     retired: bool = False
 
     def retire(self) -> None:
@@ -226,15 +231,24 @@ class EngineDouble:
     def kv_use(self) -> KvBytes:
         return self.use
 
+    def draft_use(self) -> DraftUse:
+        return self.drafts
+
     def verify(self) -> Verdict:
         return self.verdict
 
     def _produce(self, requests: Sequence[str]) -> list[Produced]:
         produced = []
         for request in requests:
-            self.lengths[request] -= 1
-            finished = FinishReason.LENGTH if not self.lengths[request] else None
-            produced.append(Produced(request=request, token=7, finished=finished))
+            count = min(self.tokens_per_step, self.lengths[request])
+            for _ in range(count):
+                self.lengths[request] -= 1
+                finished = FinishReason.LENGTH if not self.lengths[request] else None
+                produced.append(Produced(request=request, token=7, finished=finished))
+            used = self.drafts
+            self.drafts = DraftUse(
+                used.drafted + self.tokens_per_step - 1, used.accepted + count - 1
+            )
         for token in produced:
             if token.finished is not None:
                 self.forget(token.request)
@@ -704,6 +718,22 @@ def test_a_turn_runs_until_its_requests_are_done() -> None:
     assert isinstance(ended, TurnEnded)
     assert (ended.turn, ended.reason, ended.steps, ended.kv_slabs) == (1, TurnEnd.DRAINED, 3, 0)
     assert ended.seconds >= 0
+
+
+def test_a_step_may_give_several_tokens() -> None:
+    """With drafts; a request ends with its last one, and the turn says what was drafted in it."""
+    bench = Bench()
+    bench.ready("r", output=7)
+    engine = bench.engines["a"]
+    engine.tokens_per_step, engine.drafts = 4, DraftUse(70, 30)
+
+    *told, ended = bench.carry_out(turn("r"))
+
+    assert [len(one.produced) for one in told] == [4, 2]
+    last = told[-1].produced[-1]
+    assert [one for each in told for one in each.produced if one.finished] == [last]
+    assert isinstance(ended, TurnEnded)
+    assert (ended.steps, ended.drafted, ended.accepted) == (2, 6, 4)
 
 
 def test_the_end_of_a_turn_is_reported_with_its_last_tokens() -> None:

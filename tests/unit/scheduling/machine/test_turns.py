@@ -250,3 +250,18 @@ def test_a_request_is_preempted_once_however_long_it_waits() -> None:
 
     assert len(cluster.prompts()) == 3
     assert cluster.machine.preemptions["a"] == 1
+
+
+def test_several_tokens_of_a_step_count_as_so_many_steps() -> None:
+    """With drafts a step gives several tokens of a request. What is expected of a model is the time
+    of a token."""
+    cluster, drafting = built("aegaeon", "a"), built("aegaeon", "a")
+    drafting.up[0].tokens_per_step = 4
+    for each in (cluster, drafting):
+        each.ask("a1", "a", output=61)
+        each.settle()
+        assert each.world.lives["a1"].outcome is FinishReason.LENGTH
+
+    plain, drafted = (each.machine.costs.step_seconds("a") for each in (cluster, drafting))
+    assert drafted == pytest.approx(plain / 4, rel=0.3)
+    assert len(drafting.turns()) < len(cluster.turns()) / 2

@@ -1,0 +1,1 @@
+"""Drafts of one engine: tokens that are guessed, and computed together with the next one."""

@@ -1,0 +1,74 @@
+"""Drafts are configured as they can be made, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.checkpoints.drafts import Speculation
+from appliance.config.loader import load_config
+from tests.unit.config.test_loader import GOOD, only_problem, write
+
+Make = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    ("said", "chosen"),
+    [
+        ('{ method = "ngram" }', Speculation(4, 2, 5)),
+        ('{ method = "ngram", tokens = 16, prompt_lookup_max = 3 }', Speculation(16, 2, 3)),
+        ("{}", None),
+    ],
+)
+def test_drafts_are_chosen(
+    tmp_path: Path, fake_checkpoint: Make, said: str, chosen: Speculation | None
+) -> None:
+    fake_checkpoint()
+    config = load_config(write(tmp_path, f"{GOOD}speculate = {said}\n"))
+    assert config.models[0].speculate.chosen == chosen
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "words"),
+    [
+        ('{ method = "eagle" }', "speculate.method", 'only "ngram" is available'),
+        ('{ method = "mtp", tokens = 2 }', "speculate.method", 'only "ngram" is available'),
+        ("{ tokens = 2 }", "speculate", "no method"),
+        ('{ method = "ngram", tokens = 17 }', "speculate.tokens", "17"),
+        ('{ method = "ngram", tokens = 0 }', "speculate.tokens", "0"),
+        ('{ method = "ngram", model = "small" }', "speculate.model", "unknown key"),
+        (
+            '{ method = "ngram", prompt_lookup_min = 6 }',
+            "speculate.prompt_lookup_min",
+            "more than prompt_lookup_max (5)",
+        ),
+    ],
+)
+def test_other_drafts_are_refused(
+    tmp_path: Path, fake_checkpoint: Make, said: str, key: str, words: str
+) -> None:
+    fake_checkpoint()
+    problem = only_problem(tmp_path, f"{GOOD}speculate = {said}\n")
+    assert problem.key.endswith(key)
+    assert words in str(problem)
+
+
+def test_models_that_may_not_have_drafts_are_refused(tmp_path: Path, fake_checkpoint: Make) -> None:
+    asked = 'speculate = { method = "ngram" }\n'
+    fake_checkpoint()
+    ranks = GOOD.replace("[devices]", "[devices]\ntensor_parallel = 2")
+    assert "several ranks" in str(only_problem(tmp_path, ranks + asked))
+    pooled = only_problem(tmp_path, f'{GOOD}task = "embed"\n{asked}')
+    assert "generates no text" in str(pooled)
+
+
+def test_states_cannot_have_drafts(tmp_path: Path, fake_checkpoint: Make) -> None:
+    fake_checkpoint(
+        "tiny",
+        architectures=["Mamba2ForCausalLM"],
+        model_type="mamba2",
+    )
+    (problem, *_) = [only_problem(tmp_path, f'{GOOD}speculate = {{ method = "ngram" }}\n')]
+    assert "keep a state" in str(problem)
