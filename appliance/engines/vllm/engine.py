@@ -181,11 +181,10 @@ class VllmEngine:
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output of
         a request in tokens; `max_batch` bounds the requests of a step. With `verify`, files are
         compared with ``SHA256SUMS`` of their folder, if any, when they are first read. One of
-        several `ranks` (see `executor.join_group`) has its shard of the model. It computes on
-        `device`: the CPU, if None. Packed weights are kept in the folder of `images`, if any.
-        `reasoning_parser` is vLLM's name of one; empty: there is none. `max_logprobs` bounds the
-        log probabilities of a token, `pooler_config` has keys of vLLM's `PoolerConfig`, and with
-        `speculation` tokens are drafted.
+        several `ranks` (`executor.join_group`) has its shard of the model. It computes on `device`:
+        the CPU, if None. Packed weights are kept in `images`, if any. `reasoning_parser` is vLLM's
+        name of one; empty: there is none. `max_logprobs` bounds log probabilities of a token,
+        `pooler_config` has keys of vLLM's `PoolerConfig`. With `speculation`, tokens are drafted.
 
         Raises `SeamMoved`, `UnsupportedKvCache` for KV of several shapes, `CheckpointError` for
         files that are damaged, or do not become the model's weights by copying, or for what the
