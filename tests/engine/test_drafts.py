@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import UnsupportedModel
 from appliance.engines.protocol import DraftUse, KvExhausted, Produced
+from appliance.engines.vllm.drafts.ngram import look_up
 from appliance.vocabulary import FinishReason
 from tests.configs import CONFIGS
 from tests.engine.conftest import plain_process
@@ -302,6 +304,21 @@ def test_other_kinds_of_models(tmp_path: Path, other_plain: PlainAnswers, name: 
     assert list(player.outputs.values()) == [one["sequences"][0] for one in told]
     assert engine.draft_use().accepted
     engine.retire()
+
+
+def test_the_longest_tail_that_stood_before_counts() -> None:
+    """The first time that it did, as in vLLM; compared with looking at every place."""
+    drawn = np.random.default_rng(3)
+    for size in (1, 2, 3, 5, 9, *[40] * 60):
+        tokens = drawn.integers(0, 3, size).astype(np.int32)
+        for low, high in ((1, 1), (1, 3), (2, 5), (4, 4)):
+            expected: list[int] = []
+            for length in range(low, min(high, size - 1) + 1):
+                for at in range(size - length):
+                    if (tokens[at : at + length] == tokens[-length:]).all():
+                        expected = tokens[at + length : at + length + 4].tolist()
+                        break
+            assert look_up(tokens, Speculation(4, low, high)) == expected
 
 
 def test_a_model_with_states_is_not_built_with_drafts(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.pool.metadata import PoolingStates
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -75,6 +78,12 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (PoolingParams.verify, ("model_config",)),
     (MeanPool.forward, ("hidden_states", "pooling_metadata")),
     (PoolingStates.clean, ()),
+    (create_custom_proposer, ("vllm_config",)),
+    (
+        RejectionSampler.forward,
+        ("metadata", "draft_probs", "logits", "sampling_metadata"),
+    ),
+    (Sampler.forward, ("logits", "sampling_metadata", "predict_bonus_token")),
     (adapters._load_dense_weights, ("linear", "folder", "model_config")),
     (
         CachedRequestState.__init__,
