@@ -94,7 +94,7 @@ def test_the_dashboard_shows_everything_of_ours() -> None:
 
 def test_names_of_vllm_are_vllms() -> None:
     """Each is in the installed version; its counters gain their suffix when they are exposed."""
-    source = vllm_source("loggers.py")
+    source = vllm_source("loggers.py") + vllm_source("../spec_decode/metrics.py")
     names = [f.name for f in Metrics().families if f.name.startswith("vllm:")]
 
     assert len(names) > 15
