@@ -290,7 +290,9 @@ class _Reader:
         job = self._jobs.get(event.instance)
         if job is None or isinstance(job.command, RunPrefill) or not event.steps:
             return
-        if not job.command.prompts and event.seconds > 0 and self._learns:
+        # A step with drafts computes and gives more tokens than those that the lab knows.
+        usual = not job.command.prompts and not event.drafted
+        if usual and event.seconds > 0 and self._learns:
             steps = event.steps
             row = (job.produced / steps, job.read_tokens / steps, event.seconds / steps)
             self.measured[event.model].steps.append(row)

@@ -18,7 +18,7 @@ from appliance.lab.replay.journal_workload import recording
 from appliance.lab.sim.simulator import SimulationRun, simulate
 from appliance.scheduling.machine import Machine
 from appliance.service.policy_report import PolicyChoice
-from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec
+from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec, TurnEnded
 from tests.unit.lab import bench as lab_bench
 from tests.unit.lab.bench import SLAB, SLO
 from tests.unit.lab.test_simulator import MODELS, arrivals
@@ -28,9 +28,13 @@ class WritingMachine(Machine):
     """Writes a journal, as the daemon does."""
 
     journal: Journal
+    drafted: int = 0
+    """Tokens that were drafted in each turn, as the journal has it."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
         commands = super().handle(event, now)
+        if isinstance(event, TurnEnded):
+            event = replace(event, drafted=self.drafted)
         self.journal.record(now, event, commands)
         return commands
 
@@ -41,6 +45,7 @@ def write(
     policy: str = "aegaeon",
     box: Box | None = None,
     noise: float = 0.0,
+    drafted: int = 0,
 ) -> SimulationRun:
     """A journal of a run on two toy instances."""
     setup = Setup(
@@ -55,6 +60,7 @@ def write(
     )
     plain = setup.machine()
     machine = WritingMachine(setup.models, 2, plain.host, setup.stack())
+    machine.drafted = drafted
     with Journal(path, setup) as machine.journal:
         profiles = {name: lab_bench.profile(name) for name in MODELS}
         return simulate(
@@ -141,6 +147,14 @@ def test_noise_does_not_make_anything_faster(tmp_path: Path) -> None:
         was = sum(seconds for _, _, _, seconds in rows)
         assert len(rows) > 10
         assert sum(profile.prefill_seconds(int(row[0])) for row in rows) == pytest.approx(was)
+
+
+def test_turns_with_drafts_teach_nothing(tmp_path: Path) -> None:
+    """The lab has no drafts, so what their steps take is not what its steps do."""
+    write(tmp_path / "journal", drafted=3)
+    found = recording(tmp_path / "journal").measured.values()
+    assert not any(rows.steps for rows in found)
+    assert any(rows.prompts for rows in found)
 
 
 def test_only_what_was_seen_in_time_teaches(tmp_path: Path) -> None:
