@@ -3,10 +3,9 @@
     python -m benchmarks.drafts [--pairs 5] [--tokens 256] [--dtype float32] [--json F]
 
 Two engines of one checkpoint in one process take turns on the same processor: one drafts. A request
-is alone, as decoding is then bound by reading the weights. Of its two prompts one leads to output
-that repeats itself (random weights go in circles), the other one to output that does not, as far as
-a temperature keeps it from that: such requests have no drafts, and show what the rest costs. Greedy
-output has to be the same. Nothing else should run on the machine.
+is alone, as decoding is then bound by reading the weights. Greedy output of random weights goes in
+circles: it repeats itself. A request that draws has no drafts, and shows what the rest costs. The
+output has to be the same with and without. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -82,7 +81,8 @@ def _make(path: Path, dtype: str) -> None:
     import torch
     import transformers
 
-    config = transformers.LlamaConfig(
+    kind: Any = transformers.LlamaConfig
+    config = kind(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=3 * HIDDEN,
@@ -94,7 +94,8 @@ def _make(path: Path, dtype: str) -> None:
         torch_dtype=dtype,
     )
     torch.manual_seed(1)
-    model: Any = transformers.LlamaForCausalLM(config)
+    make: Any = transformers.LlamaForCausalLM
+    model = make(config)
     model.to(getattr(torch, dtype)).save_pretrained(path)
 
 
@@ -110,7 +111,7 @@ def _engines(path: str, options: argparse.Namespace) -> list[VllmEngine]:
     arena = Arena(HostVmm((4 << 30) // SLAB_BYTES, SLAB_BYTES))
     swapper = Swapper(arena.vmm.stream)
     host = HostTier.create(SLAB_BYTES)
-    engines = []
+    engines: list[VllmEngine] = []
     for speculation in (None, Speculation(options.draft, 2, 5)):
         engine = VllmEngine.build(
             f"model-{len(engines)}",
