@@ -445,11 +445,11 @@ class Machine:
         alive: Sequence[RequestState],
     ) -> None:
         """What the turn says about the next ones."""
-        requests = len(job.requests)
+        requests, steps = len(job.requests), event.steps
         if not job.prompts:
             # With drafts a step gives several tokens of a request. What is planned by step times
             # are tokens, so it counts as so many steps.
-            steps = max(event.steps, job.tokens // max(1, requests))
+            steps = max(steps, job.tokens // max(1, requests))
             grown = job.kv_tokens + requests * steps // 2
             self.costs.observe_turn(event.model, steps, event.seconds, requests, grown)
         if job.switches and job.cold:
@@ -463,7 +463,7 @@ class Machine:
             requests=requests,
             limit=job.limit,
             left_out=job.left_out,
-            steps=event.steps,
+            steps=steps,
             tokens=job.tokens,
             seconds=event.seconds,
             tbt_seconds=min(targets, default=self.models[event.model].slo.tbt_seconds),

@@ -119,8 +119,9 @@ class BatchView(Word, frozen=True):
 
 
 class TurnView(Word, frozen=True):
-    """A turn that is over: `requests` decoded for `seconds`, making `tokens` in `steps` steps.
-    `limit` is the batch limit it ran under, `left_out` requests were kept out by it."""
+    """A turn that is over: `requests` decoded for `seconds`, making `tokens` in `steps` steps. With
+    drafts, a step counts as many as the tokens that it gave a request. `limit` is the batch limit
+    it ran under, `left_out` requests were kept out by it."""
 
     model: ModelName
     requests: int

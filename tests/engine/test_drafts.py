@@ -12,6 +12,7 @@ import pytest
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import UnsupportedModel
 from appliance.engines.protocol import DraftUse, KvExhausted, Produced
+from appliance.engines.vllm.drafts import ngram
 from appliance.engines.vllm.drafts.ngram import look_up
 from appliance.vocabulary import FinishReason
 from tests.configs import CONFIGS
@@ -239,6 +240,35 @@ def test_an_answer_ends_with_the_context(
     assert decoding.ended == {"long": FinishReason.LENGTH}
 
 
+def test_a_drafted_stop_token_counts_as_accepted(drafting: House, greedy: list[list[int]]) -> None:
+    seen = greedy[0]
+    extra = set()
+    for begun in range(50, 58):
+        said, rest = seen[:begun], seen[begun:]
+        stop = rest[2]
+        decoding = Decoding(drafting, [])
+        decoding.begin("0", (*REPETITIVE, *said), GREEDY | {"stop_token_ids": [stop]})
+        (output,) = decoding.finish()
+        assert output == rest[: rest.index(stop) + 1]
+        # Each step gives a token that was not drafted, but for one that ends within its draft.
+        extra.add(decoding.steps + decoding.use.accepted - (len(output) - 1))
+    assert extra == {0, 1}
+
+
+def test_large_batches_share_what_a_step_may_draft(
+    drafting: House, greedy: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ngram, "STEP_DRAFTS", 4)
+    decoding = Decoding(drafting, [GREEDY] * 2)
+    drafted = 0
+    while decoding.live:
+        decoding.step()
+        assert decoding.use.drafted - drafted <= 4
+        drafted = decoding.use.drafted
+    assert drafted
+    assert list(decoding.outputs.values()) == greedy[:2]
+
+
 def test_prompts_are_computed_in_steps_with_drafts(
     drafting: House, greedy: list[list[int]]
 ) -> None:
@@ -247,8 +277,10 @@ def test_prompts_are_computed_in_steps_with_drafts(
         decoding.step()
     decoding.add("1", PROMPTS[1], GREEDY)
     decoding.engine.begin_prefill("1", SLABS)
+    before = decoding.use.drafted
     while decoding.engine.tokens_left("1") > 1 and not decoding.outputs["1"]:
         decoding.step("1", chunk=11)
+    assert decoding.use.drafted > before
     decoding.live = [*decoding.live, "1"]
     assert decoding.finish() == greedy[:2]
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.checkpoints.drafts import Speculation
+from appliance.checkpoints.drafts import Speculation, check_drafts
+from appliance.checkpoints.families import UnsupportedModel
+from appliance.checkpoints.model_config import read_model_config
 from appliance.config.loader import load_config
+from appliance.vocabulary import Task
 from tests.unit.config.test_loader import GOOD, only_problem, write
 
 Make = Callable[..., Path]
@@ -72,3 +75,14 @@ def test_states_cannot_have_drafts(tmp_path: Path, fake_checkpoint: Make) -> Non
     )
     (problem, *_) = [only_problem(tmp_path, f'{GOOD}speculate = {{ method = "ngram" }}\n')]
     assert "keep a state" in str(problem)
+
+
+def test_only_what_was_tried_may_have_drafts(tmp_path: Path, fake_checkpoint: Make) -> None:
+    path = fake_checkpoint(quantization_config={"quant_method": "awq", "bits": 4})
+    config = read_model_config(path)
+    with pytest.raises(UnsupportedModel, match="quantized weights"):
+        check_drafts(config, Task.GENERATE, on_cpu=True, ranks=1)
+    plain = read_model_config(fake_checkpoint("plain"))
+    with pytest.raises(UnsupportedModel, match="on the CPU only"):
+        check_drafts(plain, Task.GENERATE, on_cpu=False, ranks=1)
+    check_drafts(plain, Task.GENERATE, on_cpu=True, ranks=1)

@@ -35,6 +35,7 @@ from appliance.checkpoints.drafts import Speculation, check_drafts
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.engines.protocol import DraftUse
 from appliance.engines.vllm.device import Device
+from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.vocabulary import RequestId, Task
 
 PLACEHOLDER_TOKEN_ID: Final = -1
@@ -92,10 +93,12 @@ class Drafts:
         asked = core.vllm_config.additional_config.get(_SPECULATION)
         self._speculation = None if asked is None else msgspec.convert(asked, Speculation)
         self._batch = runner.input_batch
-        self._requests: dict[RequestId, Request] = core.scheduler.requests
+        self._scheduler: ParkedScheduler = core.scheduler
+        self._requests: dict[RequestId, Request] = self._scheduler.requests
         self._block_tokens = block_tokens
         self._context: int = core.scheduler.max_model_len
-        self._scheduled = 0
+        self._checked: dict[RequestId, list[int]] = {}
+        """Drafts of the step that is computed."""
         self.use = DraftUse(0, 0)
         """Since the engine was built."""
         if self._speculation is not None:
@@ -104,7 +107,7 @@ class Drafts:
     def cut(self, decoding: Sequence[Request], prompts: Iterable[RequestId]) -> int:
         """Shorten drafts to what the next step is to check of them, which also computes `prompts`;
         how many tokens that are in all. O(requests)."""
-        self._scheduled = 0
+        self._checked = {}
         drafted = [known for known in decoding if known.spec_token_ids]
         if not drafted or self._speculation is None:
             return 0
@@ -113,8 +116,8 @@ class Drafts:
         most = 0 if alone else min(self._speculation.tokens, STEP_DRAFTS // len(decoding))
         for known in drafted:
             known.spec_token_ids = known.spec_token_ids[: min(most, self._room(known))]
-            self._scheduled += len(known.spec_token_ids)
-        return self._scheduled
+            self._checked[known.request_id] = known.spec_token_ids
+        return sum(map(len, self._checked.values()))
 
     def _room(self, request: Request) -> int:
         """Tokens behind the next one that the request may have, and that lie in its block."""
@@ -129,14 +132,33 @@ class Drafts:
         the requests that may have drafts."""
         if self._speculation is None:
             return
-        accepted = sum(max(0, len(output.new_token_ids) - 1) for output in outputs)
-        self.use = DraftUse(self.use.drafted + self._scheduled, self.use.accepted + accepted)
+        drafted = sum(map(len, self._checked.values()))
+        accepted = sum(
+            _agreeing(self._checked.get(output.request_id, ()), output.new_token_ids)
+            for output in outputs
+        )
+        self.use = DraftUse(self.use.drafted + drafted, self.use.accepted + accepted)
+        if len(outputs) > STEP_DRAFTS:  # each would get less than one
+            return
         for output in outputs:
             known = self._requests.get(output.request_id)
             if known is not None and _has_drafts(known):
+                if known.num_computed_tokens % self._block_tokens == 0:
+                    # vLLM caches full blocks of tokens that it knew before the step only.
+                    self._scheduler.filled(known, known.num_computed_tokens)
                 row = self._batch.req_id_to_index[output.request_id]
                 tokens = self._batch.token_ids_cpu[row, : known.num_tokens]
                 known.spec_token_ids = look_up(tokens, self._speculation)
+
+
+def _agreeing(draft: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens of a draft became output: what replaces one that was refused differs from
+    it."""
+    pairs = zip(draft, tokens, strict=False)  # an answer may end within its draft
+    return next(
+        (place for place, (guess, token) in enumerate(pairs) if guess != token),
+        min(len(draft), len(tokens)),
+    )
 
 
 def look_up(tokens: npt.NDArray[np.int32], speculation: Speculation) -> list[int]:

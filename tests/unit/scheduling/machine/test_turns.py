@@ -265,3 +265,6 @@ def test_several_tokens_of_a_step_count_as_so_many_steps() -> None:
     plain, drafted = (each.machine.costs.step_seconds("a") for each in (cluster, drafting))
     assert drafted == pytest.approx(plain / 4, rel=0.3)
     assert len(drafting.turns()) < len(cluster.turns()) / 2
+    turn = drafting.machine.instances[0].last_turn
+    assert turn is not None
+    assert turn.tokens == turn.requests * turn.steps
