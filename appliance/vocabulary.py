@@ -174,17 +174,38 @@ class KvShape(Word, frozen=True):
     state_blocks: int = 0
     """Blocks of a request for layers that keep a state instead (Mamba, linear attention), however
     many tokens it has."""
+    windows: tuple[int, ...] = ()
+    """Block tables of layers that attend to a window: the most blocks that a request keeps in each,
+    those of its last tokens."""
+    step_blocks: int = 0
+    """What a prompt keeps beyond that in each of these, while it is computed: as many blocks as
+    one step fills."""
 
     def blocks(self, tokens: int) -> int:
-        """Blocks of a request that has `tokens` tokens in its KV cache."""
+        """Blocks of a request that has `tokens` tokens in its KV cache. Never fewer for more."""
         if not tokens:
             return 0
-        return -(-tokens // self.block_tokens) * self.tables + self.state_blocks
+        each = -(-tokens // self.block_tokens)
+        blocks = each * self.tables + self.state_blocks
+        if self.windows:
+            blocks += sum([min(each, most) for most in self.windows])
+        return blocks
+
+    def prompt_blocks(self, tokens: int) -> int:
+        """Blocks that a prompt of `tokens` tokens has while it is computed: what it has afterwards,
+        or more."""
+        blocks = self.blocks(tokens)
+        if self.windows:
+            each = -(-tokens // self.block_tokens)
+            for most in self.windows:
+                blocks += min(each, most + self.step_blocks) - min(each, most)
+        return blocks
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes by which a request grows with each token, without what blocks round up."""
-        return self.block_bytes * self.tables // self.block_tokens
+        """Bytes by which a request grows with each token, without what blocks round up, until its
+        windows are full."""
+        return self.block_bytes * (self.tables + len(self.windows)) // self.block_tokens
 
     def slabs(self, blocks: int) -> int:
         """Device slabs that are enough for `blocks` blocks when none is mapped yet."""

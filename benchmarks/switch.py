@@ -173,7 +173,7 @@ class Bench:
     def prompt(self, engine: VllmEngine, length: int) -> float:
         """Seconds of a prefill; the weights may be on their way."""
         name = self.ask(engine, length)
-        slabs = engine.kv.slabs(engine.kv.blocks(length + 1))
+        slabs = engine.kv.slabs(engine.kv.prompt_blocks(length + 1))
         taken = seconds(lambda: engine.prefill(name, slabs))
         engine.forget(name)
         engine.trim(0)
@@ -347,7 +347,7 @@ def swap(bench: Bench, engine: VllmEngine, rounds: int) -> dict[str, object]:
     """Move the KV of one request of `KV_PROMPT` tokens out and in again."""
     load(engine)
     name = bench.ask(engine, KV_PROMPT)
-    slabs = engine.kv.slabs(engine.kv.blocks(KV_PROMPT + 1))
+    slabs = engine.kv.slabs(engine.kv.prompt_blocks(KV_PROMPT + 1))
     engine.prefill(name, slabs)
     blocks = engine.kv.blocks(KV_PROMPT)
     places = [bench.used + i * engine.kv.block_bytes for i in range(blocks)]

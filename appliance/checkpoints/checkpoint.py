@@ -92,6 +92,11 @@ class CatalogEntry:
         return self.kv.attention * self.kv.token_bytes
 
     @property
+    def window_kv_bytes_per_token(self) -> int:
+        """How much of that is kept for the last tokens only, by layers that attend to a window."""
+        return self.kv.windowed * self.kv.token_bytes
+
+    @property
     def state_bytes(self) -> int:
         """What all layers keep of one request besides, however long it is."""
         return self.kv.states * self.kv.state_bytes

@@ -268,7 +268,7 @@ def _loaded_otherwise(config: ModelConfig) -> _Found:
     return None
 
 
-_REARRANGED: Final = frozenset({"FalconForCausalLM"})
+_REARRANGED: Final = frozenset({"FalconForCausalLM", "Llama4ForCausalLM"})
 """Architectures whose weights are computed, not copied, from those in files."""
 
 

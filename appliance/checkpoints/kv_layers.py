@@ -1,5 +1,6 @@
-"""What the layers of a model keep of its requests: keys and values of each token, compressed ones
-(MLA), or a state of constant size (Mamba, linear attention, short convolutions).
+"""What the layers of a model keep of its requests: keys and values of each token or of the last
+ones (windows), compressed ones (MLA), or a state of constant size (Mamba, linear attention, short
+convolutions).
 
 Known of a model before its engine is built, from ``config.json``. vLLM divides the layers among
 block tables whose blocks have one size, so a model with states has long blocks: one holds a state.
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig, known_models
+from appliance.checkpoints.windows import STEP_TOKENS, Windowed, window_blocks, windowed
 from appliance.errors import CheckpointError
 
 STATE_BYTES: Final = 4
@@ -33,10 +35,20 @@ class BlockTables(NamedTuple):
     """Of layers that keep the KV of all tokens."""
     state_blocks: int
     """Of a request, whatever its length: one in each table of layers that keep a state."""
+    windows: tuple[int, ...] = ()
+    """The most blocks of a request in each table of layers that attend to a window."""
 
     def blocks(self, tokens: int) -> int:
         """Of a request of so many tokens."""
-        return -(-tokens // self.block_tokens) * self.tables + self.state_blocks
+        each = -(-tokens // self.block_tokens)
+        blocks = each * self.tables + self.state_blocks
+        return blocks + sum(min(each, most) for most in self.windows)
+
+    def prompt_blocks(self, tokens: int) -> int:
+        """Of a prompt of so many tokens, while it is computed."""
+        each, step = -(-tokens // self.block_tokens), -(-STEP_TOKENS // self.block_tokens)
+        blocks = each * self.tables + self.state_blocks
+        return blocks + sum(min(each, most + step) for most in self.windows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +66,10 @@ class KvLayers:
     """Layers that keep a state."""
     state_bytes: int = 0
     """Of one request in one of those."""
+    windowed: int = 0
+    """Layers among those with keys and values that attend to a window, and keep no more."""
+    window: int = 0
+    """How many tokens that is."""
 
     def share(self, ranks: int) -> KvLayers:
         """What one of several ranks keeps, at least."""
@@ -71,13 +87,12 @@ class KvLayers:
         if not self.states and not self.attention:
             return BlockTables(1, max_context, 1, 0, 0)
         if not self.states:
-            return BlockTables(self.attention, block_tokens, block_tokens * self.token_bytes, 1, 0)
+            return self._attention_tables(block_tokens, -(-max_context // block_tokens))
         if not self.attention:
             return BlockTables(self.states, max_context, self.state_bytes, 0, 1)
         step = max(block_tokens, _ALIGNED_TOKENS) if self.compressed else block_tokens
         tokens = max(1, -(-self.state_bytes // (step * self.token_bytes))) * step
-        fewer, more = sorted((self.attention, self.states))
-        layers = more if more < fewer * _FEW_MORE else fewer
+        layers = _of_a_table(self.attention, self.states)
         return BlockTables(
             layers,
             tokens,
@@ -85,6 +100,23 @@ class KvLayers:
             -(-self.attention // layers),
             -(-self.states // layers),
         )
+
+    def _attention_tables(self, tokens: int, longest: int) -> BlockTables:
+        """Without states. Windows that hold the `longest` request, in blocks, are none."""
+        size = tokens * self.token_bytes
+        most = window_blocks(self.window, tokens)
+        if not self.windowed or most >= longest:
+            return BlockTables(self.attention, tokens, size, 1, 0)
+        full = self.attention - self.windowed
+        layers = _of_a_table(full, self.windowed) if full else self.windowed
+        windows = (most,) * -(-self.windowed // layers)
+        return BlockTables(layers, tokens, size, -(-full // layers), 0, windows)
+
+
+def _of_a_table(one: int, other: int) -> int:
+    """How many layers a block table has, of so many layers of two kinds."""
+    fewer, more = sorted((one, other))
+    return more if more < fewer * _FEW_MORE else fewer
 
 
 def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers:
@@ -99,6 +131,8 @@ def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers
     if not attention and not states:
         raise CheckpointError(f"{config.path / CONFIG}: no layer attends or keeps a state")
     compressed = is_compressed(config)
+    has_windows = attention and not states and not compressed
+    sliding = windowed(config, attention, _kinds(config)) if has_windows else Windowed(0, 0)
     if compressed:
         elements = config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
     elif attention:
@@ -112,6 +146,8 @@ def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers
         compressed=compressed,
         states=states,
         state_bytes=_state_bytes(config, number_bytes, cuda=cuda) if states else 0,
+        windowed=sliding.layers,
+        window=sliding.window,
     )
 
 

@@ -161,7 +161,9 @@ def check(file: Path, as_json: bool) -> None:
             {
                 "name": entry.name, "architecture": entry.architecture, "dtype": entry.dtype,
                 "weight_bytes": entry.weight_bytes,
-                "kv_bytes_per_token": entry.kv_bytes_per_token, "state_bytes": entry.state_bytes,
+                "kv_bytes_per_token": entry.kv_bytes_per_token,
+                "window_kv_bytes_per_token": entry.window_kv_bytes_per_token,
+                "window_tokens": entry.kv.window, "state_bytes": entry.state_bytes,
                 "max_context": context,
             }
             for entry, context in zip(entries, contexts, strict=True)

@@ -9,6 +9,7 @@ reloads, and one that is given a model all come here, by `load_config`.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -30,7 +31,8 @@ class Least(NamedTuple):
     kv: int
     """Of one request of `max_context` tokens."""
     tokens: int
-    """The longest request whose KV has room next to the weights, were `max_context` as large."""
+    """The longest request whose KV has room next to the weights, in whole blocks; no more than
+    `max_context` is asked for."""
 
     @property
     def slabs(self) -> int:
@@ -43,15 +45,15 @@ def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
     share = _share(entry, devices.tensor_parallel)
     weights = -(-share.weight_bytes // devices.slab_bytes)
     tables = _tables(share, devices, max_context)
-    if not tables.tables and not tables.state_blocks:  # it keeps nothing of a request
+    if not tables.prompt_blocks(1):  # it keeps nothing of a request
         return Least(weights=weights, kv=0, tokens=max_context)
     geometry = _kv_geometry(tables, devices)
     groups = max(0, devices.slabs - weights) // geometry.group_slabs
-    blocks = groups * geometry.group_blocks - tables.state_blocks
+    needed = tables.prompt_blocks(max_context)
     return Least(
         weights=weights,
-        kv=-(-tables.blocks(max_context) // geometry.group_blocks) * geometry.group_slabs,
-        tokens=max(0, blocks // max(1, tables.tables)) * tables.block_tokens,
+        kv=-(-needed // geometry.group_blocks) * geometry.group_slabs,
+        tokens=_longest(tables, groups * geometry.group_blocks, max_context),
     )
 
 
@@ -168,6 +170,16 @@ def _tables(entry: CatalogEntry, devices: Devices, max_context: int) -> BlockTab
 
 _SHORT_TOKENS: Final = 16
 """Of a block with compressed KV (MLA) on a CPU: its kernel knows no others."""
+
+
+def _longest(tables: BlockTables, blocks: int, max_context: int) -> int:
+    """Tokens of the longest request, up to `max_context`, whose prompt takes no more blocks."""
+    each = range(-(-max_context // tables.block_tokens) + 1)
+
+    def needed(number: int) -> int:
+        return tables.prompt_blocks(number * tables.block_tokens)
+
+    return max(0, bisect_right(each, blocks, key=needed) - 1) * tables.block_tokens
 
 
 def _kv_geometry(tables: BlockTables, devices: Devices) -> KvGeometry:

@@ -76,7 +76,8 @@ class DeviceRoom:
         members = batch.members.values()
         counted = [member for member in members if member.interactive or not request.interactive]
         capacity = self._residency.capacity_blocks(instance, request.model)
-        return _admitted_blocks([request, *counted], engine.shape) <= capacity
+        needed = _prompt_blocks(request, engine.shape) + _admitted_blocks(counted, engine.shape)
+        return needed <= capacity
 
     def takes(self, instance: InstanceState, request: RequestState) -> bool:
         """Whether a prompt that was queued on the instance now would not wait for room: no prompt
@@ -170,7 +171,7 @@ class DeviceRoom:
         if batch is not None:
             begun = _admitted_blocks(batch.members.values(), engine.shape)
             room = min(room, self._residency.capacity_blocks(instance, first.model) - begun)
-        room -= _admitted_blocks([first], engine.shape)
+        room -= _prompt_blocks(first, engine.shape)
         tokens -= first.tokens
         (group,) = (group for group in instance.groups if first.id in group.members)
         others: list[RequestState] = []
@@ -178,7 +179,7 @@ class DeviceRoom:
             if request is first:
                 continue
             tokens -= request.tokens
-            room -= _admitted_blocks([request], engine.shape)
+            room -= _prompt_blocks(request, engine.shape)
             alike = request.interactive == first.interactive
             alike &= (request.spec.max_tokens == 0) == (first.spec.max_tokens == 0)
             if not alike or len(others) >= places or tokens < 0 or room < 0:
@@ -265,6 +266,12 @@ def _short_order(request: RequestState) -> tuple[bool, bool, float, str]:
 def _admitted_blocks(requests: Iterable[RequestState], shape: KvShape) -> int:
     """Blocks of requests that each have the room to grow that a prompt leaves them."""
     return sum([_grown_blocks(request, shape, ADMISSION_GROWTH_TOKENS) for request in requests])
+
+
+def _prompt_blocks(request: RequestState, shape: KvShape) -> int:
+    """Blocks of a prompt while it is computed, and of its request with that room to grow."""
+    grown = _grown_blocks(request, shape, ADMISSION_GROWTH_TOKENS)
+    return max(grown, shape.prompt_blocks(request.tokens))
 
 
 def _grown_blocks(

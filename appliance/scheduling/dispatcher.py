@@ -259,7 +259,7 @@ class Dispatcher:
     def _run_prefill(self, instance: InstanceState, request: RequestState) -> None:
         """The prompt alone, whole."""
         model, engine = request.model, instance.engines[request.model]
-        blocks = engine.shape.blocks(request.tokens)
+        blocks = engine.shape.prompt_blocks(request.tokens)
         short = blocks - self._residency.room_blocks(instance, model)
         if short > 0:
             leaving = self._residency.swap_out_youngest(instance, model, short)
@@ -287,7 +287,7 @@ class Dispatcher:
         context, model = self._context, prompts[0].model
         engine = instance.engines[model]
         tokens = sum([prompt.tokens for prompt in prompts])
-        blocks = sum([engine.shape.blocks(prompt.tokens) for prompt in prompts])
+        blocks = sum([engine.shape.prompt_blocks(prompt.tokens) for prompt in prompts])
         cold = not engine.on_device
         grant = self._residency.grant(instance, model, blocks, 0, context.now)
         instance.turns += 1
@@ -384,7 +384,7 @@ class Dispatcher:
         engine = instance.engines[model]
         # Prompts take places of the engine's batch, and last for a step per chunk.
         limit = min(self._models[model].max_batch - len(prompts), limits.requests)
-        blocks = sum([engine.shape.blocks(prompt.tokens) for prompt in prompts])
+        blocks = sum([engine.shape.prompt_blocks(prompt.tokens) for prompt in prompts])
         selection = self._device_room.select(instance, model, limit, blocks)
         batch = selection.batch
         if prompts and not batch:

@@ -37,7 +37,7 @@ class RequestView(Word, frozen=True):
     """A request to be placed. `tokens` is its prompt plus what it produced before a loss; it may
     produce `max_tokens` in all (0: its prompt is embedded); `arrived` is when it came.
     `weight_bytes` and `kv_bytes_per_token` are its model's (the latter 0 until an engine was
-    built, and if the model keeps no KV)."""
+    built, and if the model keeps no KV; of layers with windows, until these are full)."""
 
     id: RequestId
     model: ModelName
@@ -180,7 +180,8 @@ class ModelView(Word, frozen=True):
 
     `arrivals_per_second` and `tokens_per_second` (prompts, and the room asked for answers) are
     smoothed; `requests` are live; `last_arrival` is -inf before the first. `kv_bytes_per_token` is
-    0 until an engine was built, and if the model keeps no KV. `parts` GPUs share its weights.
+    0 until an engine was built, and if the model keeps no KV; layers with windows take as much for
+    a token until these are full. `parts` GPUs share its weights.
     """
 
     name: ModelName

@@ -331,7 +331,7 @@ class Worker:
             try:
                 produced = self._copies.when_there_is_room(step)
             except KvExhausted:
-                if not steps:
+                if not steps or not batch:
                     raise
                 end, batch = TurnEnd.KV_FULL, []
                 continue

@@ -70,8 +70,8 @@ for line in sys.stdin:
     if engine not in engines:
         engines[engine] = LLM(
             job["path"], dtype=job["dtype"], enforce_eager=True,
-            max_model_len=1024, kv_cache_memory_bytes=64 << 20, block_size=32,
-            enable_prefix_caching=False, **job["arguments"])
+            kv_cache_memory_bytes=64 << 20, block_size=32, enable_prefix_caching=False,
+            **{"max_model_len": 1024, **job["arguments"]})
     prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
     sampling = [asked(s) for s in job["sampling"]]
     outputs = engines[engine].generate(prompts, sampling, use_tqdm=False)

@@ -82,9 +82,12 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
         with pytest.raises(UnsupportedModel, match="lacks the instructions"):
             read_model(model, DEVICES)
         return
-    known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
+    entry = read_model(model, DEVICES)
+    known = least(entry, CONTEXT, DEVICES)
     engine = house.build(name, path, dtype=dtype)
-    assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
+    tables = entry.kv.tables(engine.kv.block_tokens, CONTEXT)
+    assert (tables.tables, tables.windows) == (engine.kv.tables, engine.kv.windows)
+    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
     assert known.weights <= engine.weight_slabs <= known.weights + 1
     after_loss = make_house()
     after_loss.build(name, path, dtype=dtype)
@@ -125,11 +128,14 @@ def test_all_that_are_served_can_be_built(tmp_path: Path, name: str) -> None:
     """In the memory that is known before."""
     path = make_shrunken(tmp_path, name, CONFIGS[name])
     model = Model(name=name, path=path, dtype="float32", max_context=CONTEXT)
-    known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
+    entry = read_model(model, DEVICES)
+    known = least(entry, CONTEXT, DEVICES)
 
     engine = make_house().build(name, path, dtype="float32")
 
-    assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
+    tables = entry.kv.tables(engine.kv.block_tokens, CONTEXT)
+    assert (tables.tables, tables.windows) == (engine.kv.tables, engine.kv.windows)
+    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
     assert known.weights <= engine.weight_slabs <= known.weights + 1
     engine.retire()
 

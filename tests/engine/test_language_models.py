@@ -60,7 +60,7 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
     house = make_house()
     known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
     engine = house.build(name, path, dtype="float32")
-    assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
+    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
     assert known.weights <= engine.weight_slabs <= known.weights + 1
     after_loss = make_house()
     after_loss.build(name, path, dtype="float32")

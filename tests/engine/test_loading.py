@@ -191,7 +191,7 @@ def test_no_model_takes_less_than_is_known_before(
 
         known = least(entry, 1000, devices)
 
-        assert known.kv == engine.kv.slabs(engine.kv.blocks(1000))
+        assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(1000))
         assert known.weights <= engine.weight_slabs <= known.weights + 1
         assert entry.weight_bytes <= engine._placed.weights.layout.nbytes
 

@@ -138,7 +138,7 @@ def test_outputs_equal_plain_vllm(
     engine = house.build(name, path, dtype="bfloat16")
 
     assert quantized(engine)
-    assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
+    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
     assert known.weights <= engine.weight_slabs <= known.weights + 1
     found = answers(house, name)
     assert found == plain(plain_answers, path, name, "bfloat16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,13 +133,15 @@ def test_sampler_draws_one_integer_per_token() -> None:
     assert torch.equal(used.get_state(), replayed.get_state())
 
 
-def arena_worker(*specs: object) -> Any:
+def arena_worker(*specs: object, max_context: int = 1024) -> Any:
     """A worker whose model has layers that keep their KV so."""
     from appliance.engines.vllm.worker_cpu import ArenaWorker
 
     made = object.__new__(ArenaWorker)
     layers = {f"layer.{i}": spec for i, spec in enumerate(specs)}
     made.model_runner = type("Runner", (), {"get_kv_cache_spec": lambda self: layers})()
+    longest = SimpleNamespace(max_model_len=max_context)
+    made.vllm_config = SimpleNamespace(model_config=longest)
     return made
 
 
@@ -154,25 +157,31 @@ def test_mixed_kv_shapes_are_refused() -> None:
     chunked = ChunkedLocalAttentionSpec(head_size=32, attention_chunk_size=64, **common)
     with pytest.raises(UnsupportedKvCache, match="differ in the size"):
         arena_worker(narrow, wide).determine_available_memory()
-    with pytest.raises(UnsupportedKvCache, match="not full attention"):
+    with pytest.raises(UnsupportedKvCache, match="not of all tokens"):
         arena_worker(narrow, chunked).determine_available_memory()
     prefix = FullAttentionSpec(head_size=32, non_causal=True, **common)
-    with pytest.raises(UnsupportedKvCache, match="not full attention"):
+    with pytest.raises(UnsupportedKvCache, match="not of all tokens"):
         arena_worker(prefix).determine_available_memory()
     with pytest.raises(UnsupportedKvCache, match="differ in the size"):
         arena_worker().determine_available_memory()
 
 
-def test_layers_with_a_window_keep_all_tokens() -> None:
-    """In blocks as those of other layers; the window stays known to attention."""
+def test_layers_with_a_window() -> None:
+    """They have blocks as those of other layers; where the window holds the longest request, they
+    keep all tokens, and it stays known to attention."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     common = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=32, **common)
     window = SlidingWindowSpec(block_size=16, sliding_window=64, **common)
-    found = arena_worker(full, window).get_kv_cache_spec()
+    found = arena_worker(full, window, max_context=96).get_kv_cache_spec()
     assert found == {
         "layer.0": full,
         "layer.1": FullAttentionSpec(block_size=32, sliding_window=64, **common),
+    }
+    found = arena_worker(full, window, max_context=97).get_kv_cache_spec()
+    assert found == {
+        "layer.0": full,
+        "layer.1": SlidingWindowSpec(block_size=32, sliding_window=64, **common),
     }

@@ -5,7 +5,7 @@ runner (`CachedRequestState`: the same, as the computation sees them). Both are 
 removed by `forget`, and in between a request is in one of four states:
 
     added     no blocks, nothing computed      -> `prefill`, `begin_prefill`, or `swap_in`
-    begun     blocks for all tokens            -> `step`, as a prompt
+    begun     blocks of a prompt               -> `step`, as a prompt
     resident  blocks for all computed tokens   -> `step`, `swap_out`
     swapped   no blocks, tokens computed       -> `swap_in`
 
@@ -49,6 +49,7 @@ from appliance.checkpoints.language_models import language_config, language_tens
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
 from appliance.checkpoints.task import PoolerValue, dense_files
+from appliance.checkpoints.windows import STEP_TOKENS
 from appliance.engines.protocol import (
     NO_TOKEN,
     DraftUse,
@@ -88,7 +89,7 @@ from appliance.memory.transfers import Transfer
 from appliance.memory.weight_cache.images import ImageFolder
 from appliance.vocabulary import FinishReason, ModelName, RequestId, Task
 
-BATCHED_TOKENS: Final = 2048
+BATCHED_TOKENS: Final = STEP_TOKENS
 SCORED_TOKENS: Final = 256
 """Of prompts in a step where one wants log probabilities of its prompt: they take memory for so
 many times the vocabulary."""
@@ -347,14 +348,11 @@ class VllmEngine:
     def begin_prefill(self, request: RequestId, kv_slabs: int) -> None:
         """Raises `ValueError` for a request that has begun, or is computed."""
         known = self._known(request)
-        if known.num_computed_tokens or self._scheduler.blocks_held(request):
+        if known.num_computed_tokens or self._scheduler.has_blocks(request):
             raise ValueError(f"request {request} is computed already")
-        self._cache.hold_all(known, kv_slabs)
+        self._cache.begin(known, kv_slabs)
         self._states.open_prompt(known)
-        # Its blocks are its own from here on: requests that decode meanwhile take theirs, too.
-        blocks = self._scheduler.fill(known, known.num_tokens)
         self._stepping = None
-        self._states.place(request, blocks)
         # A chunk that is not the last draws a token too, which vLLM throws away. It must not
         # come from the request's own generator: vLLM cannot wind that back on a CPU.
         self._states.take_generator(request)
@@ -382,6 +380,8 @@ class VllmEngine:
         decoding = len(batch) + self._drafts.cut(batch, prompts)
         # vLLM's buffers are for so many tokens.
         chunk = min(chunk_tokens, self._step_tokens - decoding)
+        if self.kv.windows:
+            chunk = min(chunk, STEP_TOKENS)
         if self._states.any_scored(prompts):
             chunk = min(chunk, SCORED_TOKENS)
         computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
@@ -389,13 +389,14 @@ class VllmEngine:
             computing, chunk = _whole(computing, chunk)
         if not batch and not computing:
             return []
-        # A resident request has all blocks but that of its last token, if this begins one.
-        beginning = sum(known.num_computed_tokens % self.kv.block_tokens == 0 for known in batch)
-        self._cache.provide(beginning * self.kv.tables, kv_slabs)
+        self._cache.prepare(batch, computing, kv_slabs)
         if not computing:
             return self._execute(batch, decoding)
         done = self._complete(computing, chunk)
         produced = self._execute([*batch, *computing], decoding + chunk)
+        for known in computing:
+            if known.request_id in done:
+                self._cache.end(known)
         drew = {one.request for one in produced}
         assert drew.intersection(prompts) == done, f"vLLM completed {drew}, not {done}"
         return produced
@@ -417,7 +418,7 @@ class VllmEngine:
         Blocks that the cache still has are not copied; the bytes are those of the others.
         """
         known = self._known(request)
-        if self._scheduler.blocks_held(request) or not known.num_output_tokens:
+        if self._scheduler.has_blocks(request) or not known.num_output_tokens:
             raise ValueError(f"request {request} has no KV elsewhere")
         self._stepping = None
         return self._cache.swap_in(known, host_offsets, kv_slabs)
@@ -449,8 +450,7 @@ class VllmEngine:
         known = self._known(request)
         if known.num_computed_tokens != known.num_tokens - 1:
             raise ValueError(f"request {request} is not computed")
-        held = self._scheduler.blocks_held(request)
-        if held != self.kv.blocks(known.num_computed_tokens):
+        if not self._scheduler.holds(request, known.num_computed_tokens):
             raise ValueError(f"request {request} does not have its KV on the device")
         return known
 
@@ -459,8 +459,7 @@ class VllmEngine:
         self._stepping = None
         self._device.settle()  # a step that failed half way, or blocks that are being emptied
         request.spec_token_ids = []
-        self._scheduler.withdraw(request)
-        self._states.withdraw(request)
+        self._cache.withdraw(request)
 
     def _check(self, requests: Sequence[RequestId]) -> list[Request]:
         batch = [self._resident(request) for request in requests]
@@ -476,8 +475,7 @@ class VllmEngine:
             raise ValueError(f"prompts in chunks of {chunk_tokens} tokens")
         computing = [self._known(request) for request in prompts]
         for known in computing:
-            held = self._scheduler.blocks_held(known.request_id)
-            if held != self.kv.blocks(known.num_tokens):
+            if not self._scheduler.has_begun(known):
                 raise ValueError(f"request {known.request_id} has not begun")
         return computing
 

@@ -64,6 +64,17 @@ class RunnerStates:
         self._leave_batch(request)
         self._runner.requests[request].block_ids = tuple(list(table) for table in blocks)
 
+    def empty(self, request: RequestId, places: Sequence[range]) -> None:
+        """These places of its tables have no block any more: they are behind a window. Kernels may
+        look there, though they make nothing of it; so they find the null block."""
+        state, batch = self._runner.requests[request], self._runner.input_batch
+        row = batch.req_id_to_index.get(request)
+        for number, gone in enumerate(places):
+            if gone:
+                state.block_ids[number][gone.start : gone.stop] = [0] * len(gone)
+                if row is not None:
+                    batch.block_table[number].block_table.np[row, gone.start : gone.stop] = 0
+
     def take_blocks(self, request: RequestId) -> None:
         """The request has no blocks any more."""
         self.place(request, [[]] * self._tables)

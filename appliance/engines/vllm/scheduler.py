@@ -7,6 +7,7 @@ engine's to provide before a step, so vLLM never has a reason to preempt.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from appliance.engines.vllm.kv.placement import current_placement
+from appliance.engines.vllm.kv.placement import KvTable, current_placement
 from appliance.memory.kv_pool import KvPool
 
 Tables = tuple[list[int], ...]
@@ -72,6 +73,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         free: list[int] = []
         cold: list[int] = []
         for block in ordered_blocks:
+            if block.is_null:
+                continue
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 (free if block.block_hash is None else cold).append(block.block_id)
@@ -122,8 +125,10 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         for single in coordinator.single_type_managers:
             assert single._null_block.is_null, f"{single} has no null block"
             single._null_block = self.blocks.null_block
-        self._tables = coordinator.single_type_managers
-        self._shapes = placement.tables
+        self._tables = list(zip(coordinator.single_type_managers, placement.tables, strict=True))
+        for table, shape in self._tables:
+            if shape.window:  # in whole blocks: it gives one back when another begins
+                table.sliding_window = (shape.window - 1) * shape.block_tokens + 1
 
     @contextmanager
     def step_only(self, requests: Sequence[Request], tokens: int) -> Iterator[None]:
@@ -137,35 +142,113 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
             self.running = []
             self.max_num_scheduled_tokens = most
 
-    def hold(self, request: Request, tokens: int, max_slabs: int) -> int:
-        """Give a request that has none the blocks of its first `tokens` tokens, cached ones first.
+    def hold(
+        self, request: Request, tokens: int, max_slabs: int, prompts: Sequence[Request] | None
+    ) -> int:
+        """Have blocks for a request that has none: for a prompt of `tokens` tokens next to others
+        that have begun, or for a request all of whose tokens were computed elsewhere, if `prompts`
+        is None. Cached blocks are its own from now on.
 
         Returns how many tokens are in cached blocks; that is never all of the request's, so there
         is always one to compute. The other blocks are provided, for `fill` to take. Raises
         `PoolExhausted` with no block given.
         """
-        manager = self.kv_cache_manager
+        name, manager = request.request_id, self.kv_cache_manager
         hits, cached, _ = manager.get_computed_blocks(request)
         # First, because what is provided next must not be taken from the hits.
         manager.coordinator.allocate_new_computed_blocks(
-            request.request_id, hits.blocks, cached, num_external_computed_tokens=0
+            name, hits.blocks, cached, num_external_computed_tokens=0
         )
         try:
-            lacking = sum(shape.blocks(tokens) for shape in self._shapes)
-            self.blocks.provide(lacking - sum(map(len, hits.blocks)), max_slabs)
+            if prompts is None:
+                self.slide(request, tokens - 1)
+                lacking = self._lacking(request, tokens, tokens)
+            else:
+                lacking = self._lacking(request, tokens, cached)
+                lacking += self.needed((), [*prompts, request])
+            self.blocks.provide(lacking, max_slabs)
         except BaseException:
             manager.free(request)
             raise
         return int(cached)
 
-    def fill(self, request: Request, tokens: int) -> Tables:
-        """Take what `hold` provided; in each table the blocks of the first `tokens` tokens, in
-        their order."""
-        manager = self.kv_cache_manager
-        manager.coordinator.allocate_new_blocks(request.request_id, tokens, tokens)
-        for table in self._tables:
+    def fill(self, request: Request, tokens: int, computed: int) -> Tables:
+        """Take what was provided for a request of `tokens` tokens, so many of which are `computed`;
+        the blocks in each table, in their order. Places before a window have the null block."""
+        name, pool = request.request_id, self.blocks
+        for table, shape in self._tables:
+            first, end = _span(shape, tokens, computed)
+            if shape.window:
+                blocks = table.req_to_blocks[name]
+                blocks += [pool.null_block] * (first - len(blocks))
+                for place in range(first, len(blocks)):
+                    if blocks[place].is_null:
+                        (blocks[place],) = pool.get_new_blocks(1)
+            upto = end * shape.block_tokens if shape.window else tokens
+            table.allocate_new_blocks(name, upto, upto)
             table.take_new_block_ids()  # they are empty; a step would empty them again, when full
-        return tuple(list(blocks) for blocks in manager.get_block_ids(request.request_id))
+        return tuple(list(blocks) for blocks in self.kv_cache_manager.get_block_ids(name))
+
+    def needed(self, growing: Sequence[Request], prompts: Iterable[Request] = ()) -> int:
+        """How many blocks requests need more: those that are `growing`, for their next step, and
+        `prompts` that have begun, to their ends. All give blocks back as their windows move on, but
+        one that others have, too, is not free then."""
+        given = Counter(
+            table.req_to_blocks[request.request_id][place].block_id
+            for request in growing
+            for (table, _), gone in zip(
+                self._tables, self._behind(request, request.num_computed_tokens), strict=True
+            )
+            for place in gone
+        )
+        taken: int = self.wanted(growing)
+        for prompt in prompts:
+            for table, shape in self._tables:
+                if shape.window:
+                    blocks = table.req_to_blocks.get(prompt.request_id, ())
+                    # What it has behind this place it keeps, however far its window moves on.
+                    last = shape.first_kept(prompt.num_tokens)
+                    own = [block.block_id for block in blocks[:last] if not block.is_null]
+                    given.update(own)
+                    taken += len(own)
+        freed = [self.blocks.blocks[block].ref_cnt == times for block, times in given.items()]
+        return taken - int(sum(freed))
+
+    def wanted(self, requests: Sequence[Request]) -> int:
+        """How many blocks they take in their next step, once `slide` took what they give back."""
+        return sum([self._lacking(r, r.num_tokens, r.num_computed_tokens) for r in requests])
+
+    def _lacking(self, request: Request, tokens: int, computed: int) -> int:
+        lacking = 0
+        for table, shape in self._tables:
+            blocks = table.req_to_blocks.get(request.request_id, ())
+            first, end = _span(shape, tokens, computed)
+            lacking += max(0, end - max(first, len(blocks)))
+            if shape.window:
+                lacking += sum([blocks[place].is_null for place in range(first, len(blocks))])
+        return lacking
+
+    def slide(self, request: Request, computed: int) -> list[range]:
+        """Have a request give back, in each table, the blocks that no token needs which comes after
+        so many `computed` ones: the places that are empty now."""
+        gone = self._behind(request, computed)
+        for (table, _), places in zip(self._tables, gone, strict=True):
+            if places:
+                table.remove_skipped_blocks(request.request_id, computed)
+        return gone
+
+    def _behind(self, request: Request, computed: int) -> list[range]:
+        """The places with blocks that are behind the window of the token that comes next."""
+        found = []
+        for table, shape in self._tables:
+            end = begin = 0
+            if shape.window:
+                blocks = table.req_to_blocks.get(request.request_id, ())
+                begin = end = min(shape.first_kept(computed + 1), len(blocks))
+                while begin and not blocks[begin - 1].is_null:
+                    begin -= 1
+            found.append(range(begin, end))
+        return found
 
     def filled(self, request: Request, tokens: int) -> None:
         """The blocks of the first `tokens` tokens have their KV: others may share them."""
@@ -178,23 +261,53 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         must not be found by others; what was computed before may be.
         """
         trusted = request.num_computed_tokens - request.num_in_flight_tokens
-        for table in self._tables:
+        for table, _ in self._tables:
             blocks = table.req_to_blocks.get(request.request_id, ())
             doubtful = blocks[trusted // table.block_size :]
             self.blocks.evict_blocks({block.block_id for block in doubtful})
         self.kv_cache_manager.free(request)
         request.num_computed_tokens = request.num_in_flight_tokens = 0
 
-    def blocks_held(self, request_id: str) -> int:
-        """How many blocks a request has; asked for every request of every step. O(tables)."""
-        return sum([len(table.req_to_blocks.get(request_id, ())) for table in self._tables])
+    def has_blocks(self, request_id: str) -> bool:
+        """Whether a request has any."""
+        return any(table.req_to_blocks.get(request_id) for table, _ in self._tables)
+
+    def holds(self, request_id: str, tokens: int) -> bool:
+        """Whether a request has the blocks of so many tokens, no more and no less; asked for every
+        request of a new batch. O(tables)."""
+        for table, shape in self._tables:
+            blocks, first = table.req_to_blocks.get(request_id, ()), shape.first_kept(tokens)
+            if len(blocks) != first + shape.blocks(tokens):
+                return False
+            if first and not (blocks[first - 1].is_null and not blocks[first].is_null):
+                return False
+        return True
+
+    def has_begun(self, request: Request) -> bool:
+        """Whether a request has the blocks of a prompt that is being computed. O(tables)."""
+        tokens, computed = request.num_tokens, request.num_computed_tokens
+        for table, shape in self._tables:
+            places = len(table.req_to_blocks.get(request.request_id, ()))
+            if shape.window and not places * shape.block_tokens > computed:
+                return False
+            if not shape.window and places != shape.blocks(tokens):
+                return False
+        return True
+
+    def held_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """The request's blocks, table after table, each in token order. O(places)."""
+        return [
+            block
+            for table, _ in self._tables
+            for block in table.req_to_blocks.get(request_id, ())
+            if not block.is_null
+        ]
 
     def take_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """The request's blocks, table after table, each in token order; it has none any more, and
-        they stay in use."""
-        blocks: list[KVCacheBlock] = []
-        for table in self._tables:
-            blocks += table.req_to_blocks.pop(request_id)
+        """`held_blocks`; the request has none any more, and they stay in use."""
+        blocks = self.held_blocks(request_id)
+        for table, _ in self._tables:
+            table.req_to_blocks.pop(request_id)
             table.num_cached_block.pop(request_id, None)
         return blocks
 
@@ -204,3 +317,12 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError(f"vLLM would recompute {request.request_id}: blocks were promised")
+
+
+def _span(shape: KvTable, tokens: int, computed: int) -> tuple[int, int]:
+    """Where the blocks begin and end that a request of `tokens` tokens has in a table while so many
+    are `computed`: for its next step, if it has one."""
+    if computed < tokens:
+        return shape.first_kept(computed + 1), shape.reach(tokens, computed)
+    first = shape.first_kept(tokens)
+    return first, first + shape.blocks(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     replace_as,
 )
 
+from appliance.checkpoints.windows import window_blocks
 from appliance.engines.vllm.kv.placement import KvTable, current_placement
 from appliance.memory.kv_pool import BLOCK_TOKENS
 
@@ -41,10 +43,10 @@ class InArena:
         current_placement().loaded(self.model_runner.get_model())
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Of each layer. One with a sliding window keeps the KV of all tokens; its attention does
-        not read what lies behind the window."""
+        """Of each layer. One whose window holds the longest request keeps the KV of all tokens."""
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return {layer: _without_window(spec) for layer, spec in specs.items()}
+        longest = -(-self.vllm_config.model_config.max_model_len // BLOCK_TOKENS)
+        return {layer: _windowed(spec, longest) for layer, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
         """Bytes of the address range, so that vLLM plans exactly the blocks that it holds."""
@@ -76,27 +78,33 @@ class InArena:
         return _PlaceOneAllocation(placement.device.bytes_at(placement.region.address, size))
 
 
-def _without_window(spec: KVCacheSpec) -> KVCacheSpec:
+def _windowed(spec: KVCacheSpec, longest: int) -> KVCacheSpec:
+    """With blocks as long as those of other layers; without a window that `longest` blocks fit."""
     if type(spec) is not SlidingWindowSpec:
         return spec
+    if window_blocks(spec.sliding_window, BLOCK_TOKENS) < longest:
+        return replace(spec, block_size=BLOCK_TOKENS)
     return replace_as(
         spec, FullAttentionSpec, drop=("extra_retained_tokens",), block_size=BLOCK_TOKENS
     )
 
 
 def _check(specs: Collection[KVCacheSpec]) -> None:
-    """Raise `UnsupportedKvCache` for layers that keep neither the KV of all tokens nor a state, and
-    for KV of several sizes."""
+    """Raise `UnsupportedKvCache` for layers that keep neither KV of tokens nor a state, and for KV
+    of several sizes."""
     for spec in specs:
-        if not (_has_state(spec) or (type(spec) in _ATTENTION and not spec.non_causal)):
+        if not (
+            _has_state(spec)
+            or (type(spec) in _ATTENTION and not getattr(spec, "non_causal", False))
+        ):
             raise UnsupportedKvCache(
-                f"layers keep their KV as {spec}, not full attention or a state"
+                f"layers keep their KV as {spec}, not of all tokens, a window or a state"
             )
     if len({spec.page_size_bytes for spec in specs if not _has_state(spec)}) > 1 or not specs:
         raise UnsupportedKvCache("the model's layers differ in the size of their KV")
 
 
-_ATTENTION: Final = (FullAttentionSpec, MLAAttentionSpec)
+_ATTENTION: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 
 def _has_state(spec: KVCacheSpec) -> bool:
@@ -105,7 +113,10 @@ def _has_state(spec: KVCacheSpec) -> bool:
 
 def _table(group: KVCacheGroupSpec) -> KvTable:
     spec = group.kv_cache_spec
-    return KvTable(len(group.layer_names), spec.block_size, _has_state(spec))
+    window = 0
+    if isinstance(spec, SlidingWindowSpec):
+        window = window_blocks(spec.sliding_window, spec.block_size)
+    return KvTable(len(group.layer_names), spec.block_size, _has_state(spec), window)
 
 
 def _pages(groups: Sequence[KVCacheGroupSpec]) -> set[int]:

@@ -222,7 +222,7 @@ def _too_large(setting: Setting) -> str:
 
     def slabs(profile: ModelProfile, tokens: int) -> int:
         shape = profile.kv_shape(box.slab_bytes, box.block_tokens)
-        return profile.weight_slabs(box.slab_bytes) + shape.slabs(shape.blocks(tokens))
+        return profile.weight_slabs(box.slab_bytes) + shape.slabs(shape.prompt_blocks(tokens))
 
     for model in setting.models:
         if slabs(setting.profiles[model.name], model.max_context_tokens) > box.slabs:

@@ -54,6 +54,14 @@ class SimulatedEngine:
         self.used += blocks - self.blocks.get(request, 0)
         self.blocks[request] = blocks
 
+    def keep(self, request: RequestId, tokens: int) -> None:
+        """Have the request hold the blocks of so many tokens, which are fewer than those of its
+        prompt where layers have windows; none for 0."""
+        if tokens:
+            self.hold(request, self.shape.blocks(tokens))
+        else:
+            self.drop(request)
+
     def drop(self, request: RequestId) -> int:
         """The request's blocks are not its own any more; how many there were."""
         blocks = self.blocks.pop(request, 0)

@@ -287,7 +287,7 @@ class SimulatedInstance:
         if not engine.mapped:
             raise LabError(f"a prompt for {command.model} without its weights")
         tokens = life.prompt_tokens + life.produced
-        blocks = engine.shape.blocks(tokens)
+        blocks = engine.shape.prompt_blocks(tokens)
         if not self.holdings.can_grow(command.model, blocks, command.kv_slabs):
             if self.holdings.moves_out:
                 return False
@@ -326,8 +326,7 @@ class SimulatedInstance:
         else:
             self._recorder.produced(life, now, 0.0, 0.0, 1)
             self._reports.tokens(command.model, [(life, 1)])
-            if not life.remaining_tokens:
-                engine.drop(life.id)
+            engine.keep(life.id, life.kv_tokens if life.remaining_tokens else 0)
         # Its own load is reported before it, whatever else ended meanwhile after it.
         noticed, self._unnoticed = self._unnoticed, []
         own = [isinstance(e, ModelLoaded) and e.model == life.model for e in noticed]
@@ -362,7 +361,7 @@ class SimulatedInstance:
 
     def _fits_prompt(self, command: RunTurn, request: RequestId) -> bool:
         life, shape = self._lives[request], self._engines[command.model].shape
-        blocks = shape.blocks(life.prompt_tokens + life.produced)
+        blocks = shape.prompt_blocks(life.prompt_tokens + life.produced)
         return self.holdings.can_grow(command.model, blocks, command.kv_slabs)
 
     def _begin_prompts(self, turn: SimulatedTurn) -> None:
@@ -377,7 +376,7 @@ class SimulatedInstance:
                 self._reports.prompt_deferred(command.model, request)
             else:
                 tokens = life.prompt_tokens + life.produced
-                engine.hold(request, engine.shape.blocks(tokens))
+                engine.hold(request, engine.shape.prompt_blocks(tokens))
                 self._recorder.reach.prompt(engine.profile, tokens, 0.0)
                 turn.prompts.append(ChunkedPrompt(life, tokens, self._agenda.now))
 
@@ -466,8 +465,8 @@ class SimulatedInstance:
                 engine.drop(life.id)
         turn.batch = going_on
         for prompt in computed:
-            if prompt.life.id in self._known.released or not prompt.life.remaining_tokens:
-                engine.drop(prompt.life.id)
+            goes_on = prompt.life.remaining_tokens and prompt.life.id not in self._known.released
+            engine.keep(prompt.life.id, prompt.life.kv_tokens if goes_on else 0)
             self._reports.prompt_done(
                 command.model, prompt.life.id, self._agenda.now - prompt.began
             )

@@ -325,9 +325,9 @@ class Pools:
                 scheduler.hold = self._counting(scheduler.hold)  # type: ignore[method-assign]
 
     def _counting(self, hold: Callable[..., int]) -> Callable[..., int]:
-        def counting(request: Any, tokens: int, max_slabs: int) -> int:
-            cached = hold(request, tokens, max_slabs)
-            if cached and tokens == request.num_tokens:
+        def counting(request: Any, tokens: int, max_slabs: int, prompts: Any) -> int:
+            cached = hold(request, tokens, max_slabs, prompts)
+            if cached and prompts is not None:
                 self.counts["prefix found by a prompt"] += 1
             return cached
 

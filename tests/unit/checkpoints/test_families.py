@@ -103,6 +103,10 @@ def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) 
             "attends in both directions",
         ),
         ({"attention_chunk_size": 64}, "attends to chunks"),
+        (
+            {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"},
+            "weights that are rearranged while they are loaded",
+        ),
         ({"index_topk": 2048}, "chooses which tokens to read"),
     ],
 )

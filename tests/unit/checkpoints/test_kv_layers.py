@@ -160,3 +160,50 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, changes: dict[str, An
     config = config_of(tmp_path, {**CONFIGS["llama-3.1-8b-instruct"], **changes})
     with pytest.raises(CheckpointError, match=r"config\.json: "):
         kv_layers(config, BF16, cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "windowed", "window"),
+    [
+        ("mistral-7b-v0.1", 32, 32, 4096),
+        ("starcoder2-7b", 32, 32, 4096),
+        ("phi-3-mini-4k-instruct", 32, 32, 2047),
+        ("gemma-2-2b-it", 26, 13, 4096),
+        ("gemma-3-1b-it", 26, 22, 512),
+        ("gemma-3-4b-it", 34, 29, 1024),
+        ("c4ai-command-r7b-12-2024", 32, 24, 4097),
+        ("olmo-3-7b-instruct", 32, 24, 4096),
+        ("exaone-4.0-32b", 64, 48, 4096),
+        ("gpt-oss-20b-bf16", 24, 12, 128),
+        ("exaone-4.0-1.2b", 30, 0, 0),
+        ("qwen2.5-7b-instruct", 28, 0, 0),
+        ("qwen3-8b", 36, 0, 0),
+    ],
+)
+def test_windows(tmp_path: Path, name: str, attention: int, windowed: int, window: int) -> None:
+    """Of all layers, of those that a file lists, and of those that it leaves to its type."""
+    found = kv_layers(config_of(tmp_path, CONFIGS[name]), BF16, cuda=False)
+
+    assert (found.attention, found.windowed, found.window) == (attention, windowed, window)
+
+
+def test_windows_that_a_file_leaves_to_its_type(tmp_path: Path) -> None:
+    exaone = {**CONFIGS["exaone-4.0-32b"], "layer_types": None}
+    assert kv_layers(config_of(tmp_path, exaone), BF16, cuda=False).windowed == 48
+    gemma = {key: v for key, v in CONFIGS["gemma-2-2b-it"].items() if key != "sliding_window"}
+    assert kv_layers(config_of(tmp_path, gemma), BF16, cuda=False).window == 4096
+    none = {**CONFIGS["mistral-7b-v0.1"], "sliding_window": None}
+    assert kv_layers(config_of(tmp_path, none), BF16, cuda=False).windowed == 0
+    odd = {**CONFIGS["mistral-7b-v0.1"], "sliding_window": "long"}
+    assert kv_layers(config_of(tmp_path, odd), BF16, cuda=False).windowed == 0
+
+
+def test_windows_on_a_long_context_save_memory() -> None:
+    """Five of six layers, of 1024 tokens, and blocks of 32."""
+    layers = KvLayers(attention=36, token_bytes=1024, windowed=30, window=1024)
+    tables = layers.tables(32, 32768)
+
+    assert (tables.layers, tables.tables, tables.windows) == (6, 1, (33,) * 5)
+    assert tables.blocks(32768) == 1024 + 5 * 33
+    assert tables.prompt_blocks(32768) == 1024 + 5 * (33 + 64)
+    assert layers.tables(32, 1024).windows == ()

@@ -49,12 +49,21 @@ SLAB = 1000
 C = TypeVar("C", bound=Command)
 
 
-def shape(group_blocks: int = 4, group_slabs: int = 2, block_bytes: int = 300) -> KvShape:
+def shape(
+    group_blocks: int = 4,
+    group_slabs: int = 2,
+    block_bytes: int = 300,
+    windows: tuple[int, ...] = (),
+) -> KvShape:
+    """With windows, all layers have some, and a step fills two blocks."""
     return KvShape(
         block_tokens=16,
         block_bytes=block_bytes,
         group_blocks=group_blocks,
         group_slabs=group_slabs,
+        tables=0 if windows else 1,
+        windows=windows,
+        step_blocks=2 if windows else 0,
     )
 
 

@@ -414,11 +414,13 @@ class InstanceDouble:
             ]
         if life.outcome is None:
             tokens = life.prompt_tokens + life.produced
-            blocks = engine.model.kv.blocks(tokens)
+            blocks = engine.model.kv.prompt_blocks(tokens)
             grown = self._grow(command.model, command.request, blocks, command.kv_slabs, events)
             assert grown, "room for the prompt"
             life.prefills += 1
             events.append(self._produce(command.model, [command.request]))
+            if command.request in engine.used:
+                engine.used[command.request] = engine.model.kv.blocks(tokens)
         self._trim(command.model, engine.slabs())
         return [
             *events,

@@ -42,8 +42,10 @@ class KvCache:
             block_bytes=geometry.block_bytes,
             group_blocks=geometry.group_blocks,
             group_slabs=geometry.group_slabs,
-            tables=sum(not table.has_state for table in placement.tables),
+            tables=sum(not (table.has_state or table.window) for table in placement.tables),
             state_blocks=sum(table.has_state for table in placement.tables),
+            windows=tuple(table.window for table in placement.tables if table.window),
+            step_blocks=max((t.step_blocks for t in placement.tables if t.window), default=0),
         )
         self.region = placement.region
         self.addresses = range(
@@ -59,6 +61,8 @@ class KvCache:
         self._swapper = swapper
         self._arriving: dict[RequestId, list[Transfer]] = {}
         """Swaps inwards of what a request's blocks hold, that may not be over."""
+        self._prompts: dict[RequestId, Request] = {}
+        """Those that have begun, and are not computed to their end."""
 
     # --- blocks ----------------------------------------------------------------------------------
 
@@ -69,18 +73,69 @@ class KvCache:
         except PoolExhausted as exhausted:
             raise KvExhausted(f"{self._model}: {exhausted}") from exhausted
 
-    def hold_all(self, request: Request, kv_slabs: int) -> None:
-        """Hold blocks for all tokens of a request that has none. Tokens found in the prefix cache
+    def begin(self, request: Request, kv_slabs: int) -> None:
+        """Take blocks for the prompt of a request that has none: for all its tokens, or as many as
+        are held of it at once where layers attend to windows. Tokens found in the prefix cache
         count as computed, and compute comes after their KV is in. Raises `KvExhausted`."""
-        request.num_computed_tokens = self._hold(request, request.num_tokens, kv_slabs)
-        if request.num_computed_tokens:
+        tokens = request.num_tokens
+        cached = self._hold(request, tokens, kv_slabs, [*self._prompts.values()])
+        request.num_computed_tokens = cached
+        self._prompts[request.request_id] = request
+        if cached:
             for arriving in self._under_way():
                 self._device.wait(arriving)
+        # They are its own from here on: requests that decode meanwhile take theirs, too.
+        self._states.place(request.request_id, self._scheduler.fill(request, tokens, cached))
 
-    def _hold(self, request: Request, tokens: int, kv_slabs: int) -> int:
+    def prepare(self, batch: Sequence[Request], prompts: Sequence[Request], kv_slabs: int) -> None:
+        """Have blocks for a step of requests that decode, and of prompts that have begun; where
+        their windows move on, they give others back. Raises `KvExhausted` before any does, and
+        never for prompts alone."""
+        # A resident request has all blocks but that of its last token, if this begins one.
+        size = self.shape.block_tokens
+        growing = [known for known in batch if known.num_computed_tokens % size == 0]
+        if not self.shape.windows:
+            self.provide(len(growing) * self.shape.tables, kv_slabs)
+            return
+        if batch:
+            self.provide(self._scheduler.needed(growing, self._prompts.values()), kv_slabs)
+        else:
+            self.provide(self._scheduler.needed(prompts), kv_slabs)
+        growing += prompts
+        for known in growing:
+            self._slide(known, known.num_computed_tokens)
+        # What was given back may be in the prefix cache now, and is free if it is wanted. There is
+        # room for it: that is what was provided for above.
+        self.provide(self._scheduler.wanted(growing), kv_slabs)
+        for known in prompts:
+            if self._scheduler.wanted([known]):
+                computed = known.num_computed_tokens
+                tables = self._scheduler.fill(known, known.num_tokens, computed)
+                self._states.place(known.request_id, tables)
+
+    def end(self, prompt: Request) -> None:
+        """A prompt is computed to its end: from now on it has the blocks of its windows only."""
+        del self._prompts[prompt.request_id]
+        self._slide(prompt, prompt.num_computed_tokens - 1)
+
+    def withdraw(self, request: Request) -> None:
+        """Nothing of a request is computed any more, and it has no blocks."""
+        self._prompts.pop(request.request_id, None)
+        self._scheduler.withdraw(request)
+        self._states.withdraw(request)
+
+    def _slide(self, request: Request, computed: int) -> None:
+        """Give back what no token needs that comes after so many `computed` ones."""
+        gone = self._scheduler.slide(request, computed)
+        if any(gone):
+            self._states.empty(request.request_id, gone)
+
+    def _hold(
+        self, request: Request, tokens: int, kv_slabs: int, prompts: Sequence[Request] | None
+    ) -> int:
         """`ParkedScheduler.hold`; raises `KvExhausted`."""
         try:
-            return self._scheduler.hold(request, tokens, kv_slabs)
+            return self._scheduler.hold(request, tokens, kv_slabs, prompts)
         except PoolExhausted as exhausted:
             raise KvExhausted(f"{self._model}: {exhausted}") from exhausted
 
@@ -105,7 +160,9 @@ class KvCache:
                 self._device.wait(arriving)
 
     def join(self, request: RequestId) -> None:
-        """Return when nothing is written to the request's blocks any more: they may be freed."""
+        """Return when nothing is written to the request's blocks any more: they may be freed, and
+        it is no prompt that has begun."""
+        self._prompts.pop(request, None)
         for arriving in self._arriving.pop(request, ()):
             arriving.join()
 
@@ -113,7 +170,7 @@ class KvCache:
         """See `Engine.swap_out`; for a request whose computed tokens have all their blocks."""
         name = request.request_id
         self.wait_for([name])
-        places = self._places(host_offsets, self._scheduler.blocks_held(name))
+        places = self._places(host_offsets, len(self._scheduler.held_blocks(name)))
         leaving = self._scheduler.take_blocks(name)
         blocks = [block.block_id for block in leaving]
         self._states.take_blocks(name)
@@ -142,15 +199,19 @@ class KvCache:
         were computed."""
         name, computed = request.request_id, request.num_tokens - 1
         places = self._places(host_offsets, self.shape.blocks(computed))
-        # With several tables there is no prefix cache: the first blocks are those of the only one.
-        cached = self._hold(request, computed, kv_slabs) // self.shape.block_tokens
-        tables = self._scheduler.fill(request, computed)
+        cached = self._hold(request, computed, kv_slabs, None)
+        shared = {block.block_id for block in self._scheduler.held_blocks(name)}
+        tables = self._scheduler.fill(request, computed, computed)
         self._scheduler.filled(request, computed)
         request.num_computed_tokens = computed
         self._states.place(name, tables)
-        blocks = [block for table in tables for block in table]
+        moved = [
+            (block.block_id, place)
+            for block, place in zip(self._scheduler.held_blocks(name), places, strict=True)
+            if block.block_id not in shared
+        ]
         # Cached blocks may be still on their way in, for others.
-        shared = self._under_way() if cached else []
+        others = self._under_way() if cached else []
         transfer = self._swapper.start(
             TransferKind.KV_IN,
             self.region.owner,
@@ -163,13 +224,13 @@ class KvCache:
                     destination_pitch=self._geometry.layer_bytes,
                     source_pitch=self._geometry.layer_block_bytes,
                 )
-                for block, place in zip(blocks[cached:], places[cached:], strict=True)
+                for block, place in moved
             ],
-            nbytes=(len(blocks) - cached) * self._geometry.block_bytes,
-            reads=places[cached:],
-            writes=[(self._model, block) for block in blocks[cached:]],
+            nbytes=len(moved) * self._geometry.block_bytes,
+            reads=[place for _, place in moved],
+            writes=[(self._model, block) for block, _ in moved],
         )
-        self._arriving[name] = [*shared, transfer]
+        self._arriving[name] = [*others, transfer]
         return transfer
 
     def _block_address(self, block: int) -> int:

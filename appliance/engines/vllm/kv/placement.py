@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from appliance.checkpoints.windows import STEP_TOKENS
 from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.weights.placed import PlacedWeights
 from appliance.memory.arena import Arena, Region
@@ -26,10 +27,30 @@ class KvTable(NamedTuple):
     block_tokens: int
     has_state: bool
     """Whether its layers keep a state of constant size, which takes one block of a request."""
+    window: int = 0
+    """The most blocks that a request keeps in it, if its layers attend to a window; else 0."""
 
     def blocks(self, tokens: int) -> int:
         """Of a request that has `tokens` tokens in its KV cache."""
-        return min(1, tokens) if self.has_state else -(-tokens // self.block_tokens)
+        blocks = min(1, tokens) if self.has_state else -(-tokens // self.block_tokens)
+        return min(blocks, self.window) if self.window else blocks
+
+    def first_kept(self, tokens: int) -> int:
+        """Where the blocks begin that a request of `tokens` tokens keeps; before are none."""
+        return -(-tokens // self.block_tokens) - self.blocks(tokens) if self.window else 0
+
+    def reach(self, tokens: int, computed: int) -> int:
+        """Where the blocks end that a prompt of `tokens` tokens has while so many are computed, and
+        the next step is to come."""
+        blocks = min(1, tokens) if self.has_state else -(-tokens // self.block_tokens)
+        if not self.window:
+            return blocks
+        return min(blocks, self.first_kept(computed + 1) + self.window + self.step_blocks)
+
+    @property
+    def step_blocks(self) -> int:
+        """What a prompt has in a window's table beyond the window."""
+        return -(-STEP_TOKENS // self.block_tokens)
 
 
 class KvPlacement:
@@ -111,7 +132,7 @@ class KvPlacement:
         self.kv_layers = layers = max(table.layers for table in tables)
         if self.device.block_outermost:
             layers, layer_block_bytes = 1, layers * layer_block_bytes
-        least_blocks = sum(table.blocks(self._max_context) for table in tables)
+        least_blocks = sum(table.reach(self._max_context, 0) for table in tables)
         return self._reserve(layers, layer_block_bytes, self._arena.slabs, least_blocks)
 
     def plan_none(self) -> None:

@@ -40,10 +40,17 @@ WHIMSICAL = "whimsical"
 
 
 def models(count: int) -> dict[str, ModelDouble]:
-    """Models of different weights and KV shapes; about three of them fit 24 slabs."""
+    """Models of different weights and KV shapes; about three of them fit 24 slabs. The layers of
+    one attend to windows."""
     return {
         f"m{index}": ModelDouble(
-            4 + index % 3, shape(3 + index % 3, 1 + index % 2, 300 + 450 * (index % 3))
+            4 + index % 3,
+            shape(
+                3 + index % 3,
+                1 + index % 2,
+                300 + 450 * (index % 3),
+                windows=(2, 3) if index == 1 else (),
+            ),
         )
         for index in range(count)
     }

@@ -1,0 +1,72 @@
+"""Layers that attend to a window of their context: how long it is, which they are, and what a
+request keeps for them.
+
+Such a layer keeps the last tokens of a request only. `config.json` says which layers do, or leaves
+it to the defaults of the model's type.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from appliance.checkpoints.model_config import ModelConfig
+
+STEP_TOKENS: Final = 2048
+"""Tokens of prompts that an engine computes in a step, at most."""
+
+
+class Windowed(NamedTuple):
+    """Layers that attend to a window."""
+
+    layers: int
+    window: int
+    """In tokens, with the one that attends."""
+
+
+def window_blocks(window: int, block_tokens: int) -> int:
+    """The most blocks that layers which attend to `window` tokens need of a request: those of the
+    tokens before the next one in its window, wherever blocks begin, and that of the next."""
+    return -(-(window - 1) // block_tokens) + 1
+
+
+def windowed(config: ModelConfig, layers: int, kinds: list[str] | None) -> Windowed:
+    """Which of a model's `layers` attend to a window; `kinds` is what the file says that each is.
+    Where that is not known, all do, as what is said of a model's size is said to be the least."""
+    type_ = config.model_type
+    usual = _TYPES.get(type_, _Usual())
+    length = config.text.get("sliding_window", usual.window)
+    switch = config.get("use_sliding_window")
+    if switch is False or (switch is None and type_ in _SWITCHED):
+        return Windowed(0, 0)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        return Windowed(0, 0)
+    length += type_ == "cohere2"  # there the token itself is not counted
+    if kinds:
+        return Windowed(sum(kind == "sliding_attention" for kind in kinds), length)
+    pattern = config.first("sliding_window_pattern", "_sliding_window_pattern") or usual.period
+    if isinstance(pattern, str) and pattern:
+        return Windowed(sum(pattern[i % len(pattern)] == "L" for i in range(layers)), length)
+    full = layers // pattern if isinstance(pattern, int) and pattern > 0 else 0
+    return Windowed(layers - full, length)
+
+
+class _Usual(NamedTuple):
+    """What transformers takes where a file does not say it."""
+
+    period: int = 0
+    """One in so many layers attends to all tokens; none, if 0."""
+    window: int | None = None
+
+
+_TYPES: Final = {
+    "cohere2": _Usual(4, 4096),
+    "exaone4": _Usual(4, 4096),
+    "gemma2": _Usual(2, 4096),
+    "gemma3_text": _Usual(6, 4096),
+    "gpt_oss": _Usual(2, 128),
+    "ministral": _Usual(0, 4096),
+    "mistral": _Usual(0, 4096),
+    "olmo3": _Usual(4, 4096),
+}
+_SWITCHED: Final = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"})
+"""Types whose layers have windows only if the file says `use_sliding_window`."""

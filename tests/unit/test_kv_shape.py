@@ -1,0 +1,86 @@
+"""What a request takes in the block tables of a model."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.checkpoints.kv_layers import BlockTables, KvLayers
+from appliance.checkpoints.windows import STEP_TOKENS, window_blocks
+from appliance.vocabulary import KvShape
+
+TOKENS = st.integers(1, 20_000)
+SHAPES = st.builds(
+    KvShape,
+    block_tokens=st.sampled_from([16, 32, 544]),
+    block_bytes=st.just(3000),
+    group_blocks=st.just(4),
+    group_slabs=st.just(2),
+    tables=st.integers(0, 3),
+    state_blocks=st.integers(0, 3),
+    windows=st.lists(st.integers(1, 130), max_size=5).map(tuple),
+    step_blocks=st.integers(0, 64),
+)
+
+
+@given(SHAPES, TOKENS)
+def test_more_tokens_never_take_fewer_blocks(shape: KvShape, tokens: int) -> None:
+    """So what is enough at the end of some steps is enough for each of them."""
+    more = shape.blocks(tokens + 1) - shape.blocks(tokens)
+    assert 0 <= more <= shape.tables + len(shape.windows)
+    assert shape.prompt_blocks(tokens) <= shape.prompt_blocks(tokens + 1)
+
+
+@given(SHAPES, TOKENS)
+def test_a_prompt_takes_what_its_request_has_then_or_more(shape: KvShape, tokens: int) -> None:
+    beyond = shape.prompt_blocks(tokens) - shape.blocks(tokens)
+    assert 0 <= beyond <= shape.step_blocks * len(shape.windows)
+    assert shape.windows or not beyond
+    assert shape.blocks(0) == shape.prompt_blocks(0) == 0
+
+
+@given(SHAPES, TOKENS)
+def test_windows_bound_what_is_kept(shape: KvShape, tokens: int) -> None:
+    each = -(-tokens // shape.block_tokens)
+    blocks = shape.blocks(tokens) - each * shape.tables - shape.state_blocks
+    assert blocks <= min(sum(shape.windows), each * len(shape.windows))
+
+
+@given(st.integers(1, 5000), st.sampled_from([16, 32]), st.integers(0, 20_000))
+def test_what_is_kept_has_all_that_is_attended_to(window: int, size: int, computed: int) -> None:
+    """By the next token: those before it in its window, and itself."""
+    kept_from = (-(-(computed + 1) // size) - window_blocks(window, size)) * size
+    assert kept_from <= max(0, computed - window + 1)
+
+
+@given(
+    st.integers(0, 40), st.integers(1, 40), st.integers(1, 5000), st.integers(1, 1 << 17), TOKENS
+)
+def test_tables_are_known_before_an_engine_is(
+    full: int, windowed: int, window: int, context: int, tokens: int
+) -> None:
+    """They have places for all layers; what they keep is less, or at most as much."""
+    layers = KvLayers(attention=full + windowed, token_bytes=64, windowed=windowed, window=window)
+    tables = layers.tables(32, context)
+    whole = KvLayers(attention=full + windowed, token_bytes=64).tables(32, context)
+
+    assert tables.layers * (tables.tables + len(tables.windows)) >= full + windowed
+    assert bool(tables.windows) is (window_blocks(window, 32) < -(-context // 32))
+    if not tables.windows:
+        assert tables == whole
+    shape = _shape(tables)
+    assert tables.blocks(tokens) == shape.blocks(tokens)
+    assert tables.prompt_blocks(tokens) == shape.prompt_blocks(tokens)
+
+
+def _shape(tables: BlockTables) -> KvShape:
+    return KvShape(
+        block_tokens=tables.block_tokens,
+        block_bytes=1,
+        group_blocks=1,
+        group_slabs=1,
+        tables=tables.tables,
+        state_blocks=tables.state_blocks,
+        windows=tables.windows,
+        step_blocks=-(-STEP_TOKENS // tables.block_tokens),
+    )
