@@ -132,17 +132,19 @@ def read_checkpoint(
     ]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     weight_bytes = tensor_bytes(kept, resolved)
-    weight_bytes += quantization.widened_bytes(config, kept, BYTES_PER_ELEMENT[resolved])
+    element = BYTES_PER_ELEMENT[resolved]
+    weight_bytes += quantization.widened_bytes(config, kept, element)
     own_task, tied = read_task(path, task), config.get("tie_word_embeddings")
     generates = own_task is Task.GENERATE
     if architecture in MEDIA:  # the file says it in one of two places, or in neither
         tied = not heads_stored
     if tied or not generates:
         weight_bytes -= tensor_bytes(heads_stored, resolved)
+        weight_bytes -= quantization.widened_bytes(config, heads_stored, element)
     packed_alone = served_architecture(config) not in _HEAD_IS_EMBEDDING
     if tied and generates and packed_alone and not cuda and packs(resolved):
         width = config.integer("word_embed_proj_dim", default=hidden)
-        weight_bytes += vocabulary * width * BYTES_PER_ELEMENT[resolved]
+        weight_bytes += vocabulary * width * element
     weight_bytes += _dense_bytes(path) if own_task is Task.EMBED else 0
     return CatalogEntry(
         name=name,
@@ -152,7 +154,7 @@ def read_checkpoint(
         layers=layers,
         heads=kv_layers.heads(config),
         kv_heads=kv_layers.kv_heads(config),
-        kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
+        kv=kv_layers.kv_layers(config, element, cuda=cuda),
         max_positions=_max_positions(config, pools=not generates),
         weight_bytes=weight_bytes,
         parameters=quantization.parameters(config, tensors),

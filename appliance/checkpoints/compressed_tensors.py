@@ -190,11 +190,18 @@ def why_not_tensors(found: _Said, known: Mapping[str, TensorEntry]) -> str | Non
     """Why vLLM's layers do not come out of these tensors; None if they do."""
     _, group = sole_group(found)
     weights = group["weights"]
-    ignored = _Ignored(found.get("ignore") or [])
+    ignored = Ignored(found.get("ignore") or [])
     for name, tensor in known.items():
         if name.endswith(_NEVER) or (weights["symmetric"] and name.endswith(ZEROS)):
             return f"{name} is there, which is not computed here"
         layer, _, last = name.rpartition(".")
+        if (
+            last == "weight"
+            and tensor.dtype not in PLAIN
+            and layer + SCALE not in known
+            and (layer in ignored or not _is_linear(tensor))
+        ):
+            return f"{name} is of {tensor.dtype}, and not quantized as quantization_config says"
         if not (name.endswith((PACKED, SCALE)) or (last == "weight" and _is_linear(tensor))):
             continue
         if layer in ignored:
@@ -214,6 +221,8 @@ _NEVER: Final = (
 )  # fmt: skip
 _IN_A_LAYER: Final = re.compile(r"\.\d+\.|\.project_(in|out)\.")
 _FLOATS: Final = ("F32", "F16", "BF16")
+PLAIN: Final = (*_FLOATS, "F64")
+"""Types of weights that are not quantized."""
 
 
 def _is_linear(tensor: TensorEntry) -> bool:
@@ -221,17 +230,26 @@ def _is_linear(tensor: TensorEntry) -> bool:
     return len(tensor.shape) == 2 and bool(_IN_A_LAYER.search(tensor.name))
 
 
-class _Ignored:
+class Ignored:
     """Names of layers that are not quantized."""
 
     def __init__(self, said: Iterable[str]) -> None:
         self._names = {name for name in said if not name.startswith("re:")}
         patterns = [name.removeprefix("re:") for name in said if name.startswith("re:")]
-        self._patterns = [re.compile(pattern) for pattern in patterns]
+        self._patterns = [re.compile(_in_linear_time(pattern)) for pattern in patterns]
 
     def __contains__(self, layer: object) -> bool:
         name = str(layer)
         return name in self._names or any(p.match(name) for p in self._patterns)
+
+
+def _in_linear_time(pattern: str) -> str:
+    """A pattern of literal text and ``.*`` that matches the same names. What follows a ``.*`` is
+    taken where it is found first, and looked for no further: to try all places takes the cube of a
+    name's length. What has to be at the end is looked for there alone."""
+    first, *others = pattern.split(".*")
+    last = [others.pop()] if others and others[-1].endswith("$") else []
+    return first + "".join(f"(?>.*?{text})" for text in others) + "".join(f".*{t}" for t in last)
 
 
 def _why_not_layer(layer: str, said: _Said, known: Mapping[str, TensorEntry]) -> str | None:
@@ -258,18 +276,24 @@ def _why_not_layer(layer: str, said: _Said, known: Mapping[str, TensorEntry]) ->
     return None
 
 
-def _why_not_together(known: Mapping[str, TensorEntry], ignored: _Ignored) -> str | None:
-    """vLLM makes one layer of some: all of them are ignored, or none."""
+def _why_not_together(known: Mapping[str, TensorEntry], ignored: Ignored) -> str | None:
+    """vLLM makes one layer of some: all of them are ignored, or none. It looks for the name of that
+    layer before it looks for theirs."""
     for name in known:
         if not name.endswith(SCALE):
             continue
         stem, _, own = name.removesuffix(SCALE).rpartition(".")
-        for together in TOGETHER:
+        for fused, together in FUSED.items():
+            if own in together and f"{stem}.{fused}" in ignored:
+                return f"{stem}.{own} is quantized, and quantization_config.ignore has {fused}"
             for other in together if own in together else ():
                 if f"{stem}.{other}" in ignored:
                     return f"{stem}.{own} is quantized, and {stem}.{other} is not"
     return None
 
 
-TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of which vLLM makes one."""
+FUSED: Final = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Layers of which vLLM makes one, by its name."""

@@ -98,6 +98,8 @@ def why_not_tensors(found: Mapping[str, Any], known: Mapping[str, TensorEntry]) 
                 return f"{name} is a tensor {list(tensor.shape)} of {tensor.dtype}, and no weight"
             if factors(found, tensor, known) is None:
                 return f"{name} has no factors of the shape that quantization_config says"
+        elif name.endswith(_WEIGHT) and tensor.dtype not in compressed_tensors.PLAIN:
+            return f"{name} is of {tensor.dtype}, and not quantized as quantization_config says"
         if name.endswith((".k_scale", ".v_scale")):
             return f"{name} is there: a quantized KV cache is not computed here"
     return None

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from appliance.checkpoints import compressed_tensors, floats
-from appliance.checkpoints.compressed_tensors import TOGETHER
+from appliance.checkpoints.compressed_tensors import FUSED
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.safetensors import TensorEntry
 
@@ -49,8 +49,8 @@ TRIED: Final = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
-"""Architectures that `tests/engine/test_quantized.py` serves with weights of GPTQ, of AWQ and of
-compressed-tensors."""
+"""Architectures that `tests/engine/test_quantized.py` serves with weights in 4 bits of GPTQ, AWQ or
+compressed-tensors, which share a kernel, and with those of compressed-tensors in 8 bits."""
 
 FLOATS_TRIED: Final = frozenset(
     {
@@ -242,7 +242,7 @@ def _why_not_layer(
 def _why_not_alone(layer: str, known: Mapping[str, TensorEntry]) -> str | None:
     """vLLM makes one layer of some: all of them are quantized, or none."""
     stem, _, own = layer.removesuffix(".").rpartition(".")
-    for together in TOGETHER:
+    for together in FUSED.values():
         if own in together:
             for other in together:
                 if f"{stem}.{other}.weight" in known:

@@ -29,6 +29,8 @@ BITS: Final = {
 
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
+_MAX_NAME: Final = 256
+"""Characters of a tensor's name: names are compared with patterns that a checkpoint has."""
 
 
 class TensorEntry(NamedTuple):
@@ -194,6 +196,11 @@ def io_errors(path: Path) -> Iterator[None]:
 
 def _entry(path: Path, name: str, entry: Any, data: int) -> TensorEntry:
     """A tensor of a header whose data begins `data` bytes into the file."""
+    if len(name) > _MAX_NAME:
+        raise CheckpointError(
+            f"{path} has a tensor {name[:80]}..., a name of {len(name)} characters; at most "
+            f"{_MAX_NAME} are read: rename it"
+        )
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
         start, stop = (int(offset) for offset in entry["data_offsets"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,15 @@ from tests.configs import CONFIGS
 from tests.engine.house import PlainAnswers, make_house
 from tests.engine.quantizing import float_quantized_config, to_floats
 from tests.engine.test_families import FAMILIES
-from tests.engine.test_quantized import CONTEXT, DEVICES, answers, image, plain
+from tests.engine.test_quantized import (
+    CONTEXT,
+    DEVICES,
+    answers,
+    image,
+    packed_now,
+    plain,
+    start,
+)
 
 SERVED = {
     architecture: name
@@ -118,5 +127,40 @@ def test_any_part_of_a_weight(first: int, count: int) -> None:
     expected = (weight.float() * spread).flatten()[first : first + count]
 
     part = weight.flatten()[first : first + count]
+    needed = slice(*origin.needed(1000 + first, count))
 
-    assert torch.equal(origin.multiply(part, 1000 + first, factors), expected)
+    assert torch.equal(origin.multiply(part, 1000 + first, factors[needed]), expected)
+    assert needed.stop - needed.start <= 3 * (count // 30 + 2)
+
+
+def test_products_are_kept_where_nothing_is_packed(
+    tmp_path: Path, plain_checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second start reads the first one's. In pieces of one row or a few, of which each reads
+    the factors of its own blocks, they have the bytes of a checkpoint that has the products."""
+    from appliance.engines.vllm.weights import loading
+
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(loading, "PIECE_BYTES", 4096)
+    stored, multiplied = both(tmp_path, plain_checkpoints, LLAMA, BLOCK)
+
+    houses = [start(stored, tmp_path / "images") for _ in range(2)]
+
+    assert [packed_now(house) for house in houses] == [True, False]
+    products = make_house()
+    products.build(LLAMA, multiplied, dtype="bfloat16")
+    expected = image(products, LLAMA)
+    assert [image(house, LLAMA) for house in houses] == [expected, expected]
+
+
+def test_digests_tell_factors_apart_and_stay_without() -> None:
+    """Kept images are known by what recipes are written as: by another version of the arithmetic,
+    too, and as before where there are no factors."""
+    from appliance.engines.vllm.weights.recipe import Origin
+
+    factors = FactorsOrigin(0, 0, "F32", (3, 3), (3, 4), 1000, 10)
+    plain = Origin(1, 2, torch.float32)
+    others = [plain._replace(factors=factors), plain._replace(factors=factors._replace(version=0))]
+
+    assert repr(plain) == "Origin(file=1, offset=2, dtype=torch.float32, decays=False)"
+    assert len({repr(origin) for origin in (plain, *others)}) == 3

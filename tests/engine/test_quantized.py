@@ -48,6 +48,12 @@ METHODS = [gptq_config(32), awq_config(32), w4a16_config(32, symmetric=False), w
 WORDS = (".qweight", ".weight_packed", ".weight")
 CONVERTED = METHODS[:-1]
 """Those whose layers are converted as they are read; the others are read as they are."""
+CASES = [
+    (architecture, config)
+    for n, architecture in enumerate(sorted(TRIED))
+    for config in (CONVERTED[n % len(CONVERTED)], METHODS[-1])
+]
+"""Each architecture with one of the methods that share a kernel, in turn, and with 8 bits."""
 
 
 def label(config: dict[str, Any]) -> str:
@@ -73,7 +79,7 @@ def make(tmp_path: Path, plain_checkpoints: Path) -> Make:
     """Makes a quantized checkpoint; its path."""
 
     def make(name: str, config: dict[str, Any], dtype: str = "bfloat16") -> str:
-        path = str(shutil.copytree(plain_checkpoints / name, tmp_path / name))
+        path = str(shutil.copytree(plain_checkpoints / name, tmp_path / label(config) / name))
         quantize(path, config, dtype)
         return path
 
@@ -123,8 +129,9 @@ def quantized(engine: Any) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("config", METHODS, ids=label)
-@pytest.mark.parametrize("architecture", sorted(TRIED))
+@pytest.mark.parametrize(
+    ("architecture", "config"), [pytest.param(a, c, id=f"{a}-{label(c)}") for a, c in CASES]
+)
 def test_outputs_equal_plain_vllm(
     make: Make, plain_answers: PlainAnswers, architecture: str, config: dict[str, Any]
 ) -> None:
@@ -233,36 +240,48 @@ def test_slices_give_the_bytes_of_whole_layers(
     assert image(sliced, LLAMA) == image(whole, LLAMA)
 
 
+def start(path: str, folder: Path) -> House:
+    """An engine of a Llama as one start of the appliance has it, with its images in the folder."""
+    from appliance.engines.vllm.engine import VllmEngine
+
+    house = make_house()
+    writer = ImageWriter(house.host)
+    folder.mkdir(exist_ok=True)
+    engine: Any = VllmEngine.build(
+        LLAMA,
+        path,
+        dtype="bfloat16",
+        max_context=CONTEXT,
+        max_batch=16,
+        arena=house.arena,
+        host=house.host,
+        swapper=house.swapper,
+        images=ImageFolder(folder, 0, writer),
+        verify=True,
+    )
+    house.engines[LLAMA] = engine
+    house.images[LLAMA] = house.places(engine.host_slabs, SLAB)
+    engine.store_weights(house.images[LLAMA], fill=True)
+    writer.join()
+    return house
+
+
+def packed_now(house: House) -> bool:
+    """Whether the image was made of the checkpoint, and not read as it was kept."""
+    packed: bool = house.engines[LLAMA]._placed.kept.packed
+    return packed
+
+
 @pytest.mark.parametrize("config", METHODS, ids=label)
 def test_an_image_is_kept(
     make: Make, tmp_path: Path, plain_answers: PlainAnswers, config: dict[str, Any]
 ) -> None:
     """The second start reads it; it has the bytes of the first one, and the right tokens."""
-    from appliance.engines.vllm.engine import VllmEngine
-
-    path, folder = make(LLAMA, config), tmp_path / "images"
-    folder.mkdir()
+    path = make(LLAMA, config)
     images, packed = [], []
     for _ in range(2):
-        house = make_house()
-        writer = ImageWriter(house.host)
-        engine: Any = VllmEngine.build(
-            LLAMA,
-            path,
-            dtype="bfloat16",
-            max_context=CONTEXT,
-            max_batch=16,
-            arena=house.arena,
-            host=house.host,
-            swapper=house.swapper,
-            images=ImageFolder(folder, 0, writer),
-            verify=True,
-        )
-        house.engines[LLAMA] = engine
-        house.images[LLAMA] = house.places(engine.host_slabs, SLAB)
-        engine.store_weights(house.images[LLAMA], fill=True)
-        writer.join()
-        packed.append(engine._placed.kept.packed)
+        house = start(path, tmp_path / "images")
+        packed.append(packed_now(house))
         images.append(image(house, LLAMA))
         assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
         house.host.close()
@@ -299,12 +318,12 @@ def test_without_an_image_they_are_converted_at_every_load(
     assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
 
 
-@pytest.mark.parametrize("config", [gptq_config(32), awq_config(32), w8a8_config()], ids=label)
-def test_vectors_are_those_of_plain_vllm(make: Make, config: dict[str, Any]) -> None:
+def test_vectors_are_those_of_plain_vllm(make: Make) -> None:
     """A model that generates may embed, too; its vectors have length 1."""
     name = SERVED["Qwen3ForCausalLM"]
-    path = make(name, config)
-    jobs = [(name, path, prompts(name), "embed", False, {})]
+    paths = {label(config): make(name, config) for config in METHODS}
+    pooler: dict[str, Any] = {}
+    jobs = [(own, path, prompts(name), "embed", False, pooler) for own, path in paths.items()]
     told = subprocess.run(
         [sys.executable, "-c", BASELINE.replace("float32", "bfloat16")],
         input=json.dumps(jobs),
@@ -312,12 +331,14 @@ def test_vectors_are_those_of_plain_vllm(make: Make, config: dict[str, Any]) -> 
         text=True,
         check=True,
     )
-    engine = make_house().build(name, path, dtype="bfloat16", task=Task.EMBED)
-    engine.begin_load()
+    expected = json.loads(told.stdout)
+    for own, path in paths.items():
+        engine = make_house().build(name, path, dtype="bfloat16", task=Task.EMBED)
+        engine.begin_load()
 
-    found = [pool(engine, prompt) for prompt in prompts(name)]
+        found = [pool(engine, prompt) for prompt in prompts(name)]
 
-    np.testing.assert_allclose(found, json.loads(told.stdout)[name], atol=1e-3)
+        np.testing.assert_allclose(found, expected[own], atol=1e-3, err_msg=own)
 
 
 def test_converted_bytes_are_verified(make: Make) -> None:

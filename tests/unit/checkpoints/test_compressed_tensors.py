@@ -3,7 +3,9 @@ their size."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.compressed_tensors import Ignored
 from appliance.checkpoints.families import UnsupportedModel, check_family
 from appliance.checkpoints.model_config import read_model_config
 from tests.engine.quantizing import w4a16_config, w8a8_config
@@ -185,6 +188,23 @@ SMALL = {
             },
             "gate_proj is quantized, and model.layers.0.mlp.up_proj is not",
         ),
+        (
+            changed(W8A8, ignore=["re:.*qkv_proj"]),
+            w8a8_tensors("model.layers.0.self_attn.q_proj"),
+            r"q_proj is quantized, and quantization_config\.ignore has qkv_proj",
+        ),
+        (
+            changed(W8A8, ignore=["model.layers.0.mlp.gate_up_proj"]),
+            w8a8_tensors("model.layers.0.mlp.up_proj"),
+            r"up_proj is quantized, and quantization_config\.ignore has gate_up_proj",
+        ),
+        (W8A8, {"lm_head.weight": ((OUT, IN), np.int8)}, "lm_head.weight is of I8, and not quant"),
+        (IGNORED, {f"{LAYER}.weight": ((OUT, IN), np.int8)}, "weight is of I8, and not quantized"),
+        (
+            W8A8,
+            {"model.layers.0.input_layernorm.weight": ((OUT,), np.int8)},
+            "weight is of I8, and not quantized",
+        ),
     ],
 )
 def test_tensors_that_are_not_taken(
@@ -194,6 +214,23 @@ def test_tensors_that_are_not_taken(
 
     with pytest.raises(UnsupportedModel, match=reason):
         read_checkpoint("tiny", path)
+
+
+def test_patterns_match_what_regular_expressions_match() -> None:
+    """But for the time that they take."""
+    texts = ["", "a", "b", ".", "ab", r"\."]
+    patterns = [
+        f"{start}{'.*'.join(parts)}{end}"
+        for count in (1, 2, 3)
+        for parts in product(texts, repeat=count)
+        for start, end in (("", ""), ("^", "$"))
+    ]
+    names = ["".join(letters) for count in range(5) for letters in product("ab.", repeat=count)]
+
+    for pattern in patterns:
+        ignored, expression = Ignored([f"re:{pattern}"]), re.compile(pattern)
+        found = [name for name in names if name in ignored]
+        assert found == [name for name in names if expression.match(name)], pattern
 
 
 def test_layers_that_are_not_quantized(fake_checkpoint: Make) -> None:

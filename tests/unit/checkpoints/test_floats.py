@@ -28,7 +28,7 @@ BLOCKS, MATRIX = fp8_config((128, 128)), fp8_config(None)
 ROWS = float_quantized_config("channel")
 OUT, IN = 200, 300
 W, S = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight_scale"
-SIZES = {"F8_E4M3": 1, "F8_E5M2": 1, "F32": 4, "BF16": 2}
+SIZES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "F32": 4, "BF16": 2}
 
 
 def store(path: Path, tensors: Tensors) -> Path:
@@ -78,6 +78,23 @@ def test_sizes_are_those_of_the_products(
     assert two.parameters == OUT * IN
 
 
+def test_a_head_that_is_not_served_is_not_counted(
+    fake_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its numbers, nor that they become wider."""
+    monkeypatch.setattr("appliance.checkpoints.checkpoint.packs", lambda dtype: False)
+    head: Tensors = {"lm_head.weight": ("F8_E4M3", [OUT, IN]), "lm_head.weight_scale": ("F32", [1])}
+    tied = fake_checkpoint("a", quantization_config=MATRIX, tie_word_embeddings=True)
+    own = fake_checkpoint("b", quantization_config=MATRIX, tie_word_embeddings=False)
+
+    sizes = [
+        read_checkpoint("a", store(path, {**of_all([1]), **head}), "bfloat16").weight_bytes
+        for path in (tied, own)
+    ]
+
+    assert sizes == [2 * OUT * IN, 4 * OUT * IN]
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -115,6 +132,7 @@ def test_what_is_not(fake_checkpoint: Make, config: dict[str, Any], reason: str)
         (BLOCKS, {W: ("F8_E4M3", [2, OUT, IN])}, r"a tensor \[2, 200, 300\] of F8_E4M3, and no"),
         (BLOCKS, {W: ("F8_E5M2", [OUT, IN])}, "of F8_E5M2, and no weight"),
         (MATRIX, {**of_all([1]), "model.layers.0.attn.k_scale": ("F32", [])}, "KV cache"),
+        (MATRIX, {W: ("I8", [OUT, IN]), S: ("F32", [1])}, "is of I8, and not quantized as"),
     ],
 )
 def test_tensors_that_are_not_taken(

@@ -74,6 +74,17 @@ def test_entries_that_cannot_be_are_refused(
         read_header(file)
 
 
+def test_names_are_of_bounded_length(tmp_path: Path) -> None:
+    """A checkpoint's patterns are matched with them."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a" * 256: np.zeros(1)}, file)
+    assert read_header(file).tensors
+    save_file({"a" * 257: np.zeros(1)}, file)
+
+    with pytest.raises(CheckpointError, match=r"aaa\.\.\., a name of 257 characters; at most 256"):
+        read_header(file)
+
+
 def test_an_index_names_the_files(tmp_path: Path, path: Path) -> None:
     """With an index other files do not count, and one that it names must be there."""
     (tmp_path / "consolidated.safetensors").write_bytes(path.read_bytes())

@@ -102,10 +102,13 @@ class CheckpointImage:
 
     @property
     def packs(self) -> bool:
-        """Whether any weights are packed or converted; all others can be read about as fast from
-        anywhere."""
+        """Whether any weights are packed, converted or multiplied by factors; all others can be
+        read about as fast from anywhere."""
         return any(
-            isinstance(piece, LayerPiece) or piece.packing is not None for piece in self._pieces
+            isinstance(piece, LayerPiece)
+            or piece.packing is not None
+            or any(isinstance(w.origin, Origin) and w.origin.factors for w in piece.writes)
+            for piece in self._pieces
         )
 
     def __call__(self, transfer: Transfer, image: Image) -> None:
@@ -210,9 +213,11 @@ class _Bench:
         if origin.factors is None:
             return stored
         file, dtype = origin.factors.file, DTYPES[origin.factors.kind]
-        found = self._buffer("factors", origin.factors.elements * dtype.itemsize)
+        first, end = origin.factors.needed(origin.offset, stored.numel())
+        found = self._buffer("factors", (end - first) * dtype.itemsize)
         views = [mapping.view(found.data_ptr(), found.nbytes)]
-        self._files[file].read_into(self._descriptors[file], views, origin.factors.offset)
+        offset = origin.factors.offset + first * dtype.itemsize
+        self._files[file].read_into(self._descriptors[file], views, offset)
         return origin.factors.multiply(stored, origin.offset, found.view(dtype))
 
     def _read(self, write: Write, views: list[memoryview]) -> None:

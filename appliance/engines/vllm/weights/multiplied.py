@@ -8,7 +8,7 @@ The product is exact but for one rounding in float32; what it is written to roun
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from appliance.checkpoints import floats, quantization
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.errors import CheckpointError
+
+VERSION: Final = 1
+"""Of the arithmetic: images that were kept of another one are not read."""
 
 
 class FactorsOrigin(NamedTuple):
@@ -29,18 +32,23 @@ class FactorsOrigin(NamedTuple):
     block: tuple[int, int]
     start: int
     columns: int
+    version: int = VERSION
 
-    @property
-    def elements(self) -> int:
-        return self.shape[0] * self.shape[1]
+    def needed(self, offset: int, count: int) -> tuple[int, int]:
+        """The factors, from the first to before the last one, in whole rows of them, of `count`
+        neighbouring numbers that lie `offset` bytes from the start of the weight's file."""
+        first, high = offset - self.start, self.columns * self.block[0]
+        last = first + count - 1
+        return first // high * self.shape[1], (last // high + 1) * self.shape[1]
 
     def multiply(self, numbers: torch.Tensor, offset: int, factors: torch.Tensor) -> torch.Tensor:
         """The products, in float32, of neighbouring `numbers` that lie `offset` bytes from the
-        start of the weight's file, with all `factors` of the weight."""
+        start of the weight's file, with the `factors` that are `needed` for them."""
         first = offset - self.start
         last = first + numbers.numel() - 1
         top, bottom = first // self.columns, last // self.columns + 1
-        rows = factors.float().view(self.shape)[torch.arange(top, bottom) // self.block[0]]
+        blocks = torch.arange(top, bottom) // self.block[0] - top // self.block[0]
+        rows = factors.float().view(-1, self.shape[1])[blocks]
         wide = rows[:, torch.arange(self.columns) // self.block[1]].flatten()
         skipped = first - top * self.columns
         return numbers.float().mul_(wide[skipped : skipped + numbers.numel()])

@@ -1,6 +1,7 @@
 """`PlacedWeights`: the weights of a model that vLLM has built, at their addresses for good.
 
-They come from the checkpoint's files, or from an image on a shelf that was kept of them, packed.
+They come from the checkpoint's files, or from an image on a shelf that was kept of them, packed,
+converted or multiplied by factors.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class PlacedWeights(NamedTuple):
     ) -> PlacedWeights:
         """Give the model's parameters, which hold nothing yet, their addresses for good.
 
-        Packed ones are kept on the shelf, if there is one; of others it is cleared. With `verify`,
-        files are compared with their checksums when they are first read.
+        They are kept on the shelf, if there is one, where any are packed, converted or multiplied
+        by factors; of others it is cleared. With `verify`, files are compared with their checksums
+        when they are first read.
         """
         forget_unpacked(model)
         ingredients = recorded.ingredients(model)

@@ -70,6 +70,14 @@ class Origin(NamedTuple):
     factors: FactorsOrigin | None = None
     """What each number of the file is multiplied by, if they are floats of 8 bits."""
 
+    def __repr__(self) -> str:
+        """Without factors where there are none: digests of kept images are made of it, and those
+        that were made before there were any are to stay valid."""
+        known = self._asdict()
+        if self.factors is None:
+            del known["factors"]
+        return f"Origin({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+
 
 class Axis(NamedTuple):
     """One dimension of a copy: how many elements, and the strides on both sides, in elements."""
