@@ -442,7 +442,7 @@ def _prepared_images(config: Config) -> str:
         return ""
     ranks = devices.tensor_parallel
     wanted = {
-        image_name(model.path, model.dtype, rank, ranks)
+        image_name(model.path, model.dtype, rank, ranks, [one.path for one in model.adapters])
         for model in config.models
         for rank in range(ranks)
     }

@@ -16,6 +16,7 @@ from appliance.access.fair_queue import FairQueue
 from appliance.access.keys import Key
 from appliance.access.places import Bounds, Line, Places
 from appliance.access.rate_limits import LimitRefusal, Meter
+from appliance.checkpoints.adapters import SEPARATOR
 from appliance.engines.protocol import Produced
 from appliance.http.errors import BadRequest
 from appliance.observability.key_metrics import WAITING
@@ -31,7 +32,14 @@ from appliance.service.interface import (
     cancelled,
     removed,
 )
-from appliance.vocabulary import FinishReason, RequestClass, RequestId, WaitCode, WaitReason
+from appliance.vocabulary import (
+    FinishReason,
+    ModelName,
+    RequestClass,
+    RequestId,
+    WaitCode,
+    WaitReason,
+)
 
 MAX_WAITING: Final = 64
 MAX_WAIT_SECONDS: Final = 300.0
@@ -100,8 +108,9 @@ class Admission:
         meter = caller.meter
         if meter is None:
             return self._service.submit(msgspec.structs.replace(request, slo=caller.slo), sink)
-        if not caller.allows(request.model):
-            raise ModelNotFound(request.model)
+        name = request.asked or request.model
+        if not caller.allows(name) or not _is_of(name, request.model):
+            raise ModelNotFound(name)
         salt = "" if self._share_prefix_cache else _prefix_salt(meter.key)
         request = _as_allowed(request, caller, meter.key, salt)
         reserved = self._reserve(meter, request)
@@ -470,6 +479,11 @@ class _Metered:
         if self.alarm is not None:
             self.alarm.cancel()
             self.alarm = None
+
+
+def _is_of(name: ModelName, model: ModelName) -> bool:
+    """Whether what a client asked for is the model, or one of its adapters."""
+    return name == model or name.startswith(f"{model}{SEPARATOR}")
 
 
 def _as_allowed(

@@ -54,9 +54,15 @@ class _Gate:
         key, activity = current.get().key, self._service.activity()
         if key is None or not key.models:
             return activity
+        # A key may have an adapter alone; whether that is loaded shows in its base.
+        known = {card.base or card.id for card in self._service.models() if key.allows(card.id)}
         return msgspec.structs.replace(
             activity,
-            models=tuple(model for model in activity.models if key.allows(model.model)),
+            models=tuple(
+                model
+                for model in activity.models
+                if model.model in known or key.allows(model.model)
+            ),
             instances=tuple(_shown(instance, key) for instance in activity.instances),
             host_bytes=_known(activity.host_bytes, key),
         )

@@ -31,9 +31,14 @@ class Speculation(msgspec.Struct, frozen=True):
 OTHERWISE: Final = "leave speculate out"
 
 
-def check_drafts(config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int) -> None:
+def check_drafts(
+    config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int, adapters: bool = False
+) -> None:
     """Raise `UnsupportedModel` for a model that may not have drafts."""
-    if found := _why_not(config, task, on_cpu=on_cpu, ranks=ranks):
+    found = _why_not(config, task, on_cpu=on_cpu, ranks=ranks)
+    if not found and adapters:
+        found = "drafts were not tried with LoRA adapters: a model may have one or the other"
+    if found:
         raise UnsupportedModel(f"{config.path}: {found}", OTHERWISE)
 
 

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 import appliance
+from appliance.checkpoints.adapters import full_name
 from appliance.cli.config import diff, log_level, reload
 from appliance.cli.docs import config as configdoc
 from appliance.cli.instances import instance
@@ -155,7 +156,6 @@ def check(file: Path, as_json: bool) -> None:
     for warning in warnings(loaded):
         click.echo(f"warning: {warning}", err=True)
     entries = [read_model(model, loaded.devices) for model in loaded.models]
-    contexts = [model.max_context for model in loaded.models]
     if as_json:
         print_json([
             {
@@ -164,18 +164,19 @@ def check(file: Path, as_json: bool) -> None:
                 "kv_bytes_per_token": entry.kv_bytes_per_token,
                 "window_kv_bytes_per_token": entry.window_kv_bytes_per_token,
                 "window_tokens": entry.kv.window, "state_bytes": entry.state_bytes,
-                "max_context": context,
+                "max_context": model.max_context,
+                "adapters": [full_name(model.name, one.name) for one in model.adapters],
             }
-            for entry, context in zip(entries, contexts, strict=True)
+            for entry, model in zip(entries, loaded.models, strict=True)
         ])  # fmt: skip
         return
-    rows = [
-        [
-            entry.name, entry.architecture, entry.dtype, human(entry.weight_bytes),
-            human(entry.kv_bytes_per_token), context,
-        ]
-        for entry, context in zip(entries, contexts, strict=True)
-    ]  # fmt: skip
+    rows = []
+    for entry, model in zip(entries, loaded.models, strict=True):
+        sizes = human(entry.weight_bytes), human(entry.kv_bytes_per_token)
+        rows.append([entry.name, entry.architecture, entry.dtype, *sizes, model.max_context])
+        for one in model.adapters:  # whose weights are its base's
+            name = full_name(model.name, one.name)
+            rows.append([name, "adapter", entry.dtype, "", "", model.max_context])
     print_table(["NAME", "ARCHITECTURE", "DTYPE", "WEIGHTS", "KV/TOKEN", "CONTEXT"], rows)
     click.echo(f"{file}: fine")
 

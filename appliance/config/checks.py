@@ -6,10 +6,12 @@ What is refused here can never work; what is allowed but worth knowing is a warn
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from appliance.access.keys import KeyFile
+from appliance.checkpoints.adapters import MAX_ADAPTERS, UnsupportedAdapter, full_name
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.drafts import METHOD, OTHERWISE, check_drafts
 from appliance.checkpoints.families import UnsupportedModel, is_tried
@@ -160,6 +162,32 @@ def _check_names(models: tuple[Model, ...], report: ProblemReport) -> None:
                 "give each model a name of its own",
             )
         first.setdefault(model.name, index)
+    for index, model in enumerate(models):
+        _check_adapter_names(index, model, first, report)
+
+
+def _check_adapter_names(
+    index: int, model: Model, models: Mapping[str, int], report: ProblemReport
+) -> None:
+    """Clients ask for a model and its adapter by one name, which may mean nothing else."""
+    seen = set()
+    if len(model.adapters) > MAX_ADAPTERS:
+        report.add(
+            ("model", index, "adapter"),
+            f"{model.name} has {len(model.adapters)} adapters, more than {MAX_ADAPTERS}",
+            "divide them among two models with the same checkpoint",
+        )
+    for number, adapter in enumerate(model.adapters):
+        at = ("model", index, "adapter", number, "name")
+        name = full_name(model.name, adapter.name)
+        if adapter.name == "latest":
+            report.add(
+                at, f"{name} is Ollama's name for {model.name} itself", "give it another name"
+            )
+        elif name in models or adapter.name in seen:
+            other = "a model" if name in models else "another adapter"
+            report.add(at, f"{name} is the name of {other} already", "give it a name of its own")
+        seen.add(adapter.name)
 
 
 def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry | None]:
@@ -168,6 +196,8 @@ def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntr
         entry = None
         try:
             entry = read_model(model, config.devices)
+        except UnsupportedAdapter as error:
+            report.add(("model", index, "adapter"), error.wrong, error.remedy)
         except CheckpointError as error:
             report.add(("model", index, "path"), error.wrong, error.remedy)
         except OSError as error:
@@ -230,6 +260,7 @@ def _check_drafts(
                 check_task(entry.path, model.task),
                 on_cpu=not devices.cuda,
                 ranks=devices.tensor_parallel,
+                adapters=bool(model.adapters),
             )
         except UnsupportedModel as error:
             report.add(("model", index, "speculate"), error.wrong, error.remedy)

@@ -16,6 +16,7 @@ from appliance.config.checks import check
 from appliance.config.layers import read_layers
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import (
+    Adapter,
     Config,
     Model,
     Scalar,
@@ -98,6 +99,11 @@ def _read_value(kind: Any, value: object, at: KeyPath, report: ProblemReport) ->
             report.add(at, "expected at least one table", "write [[model]] for each model")
             return ()
         return tuple(_read_section(Model, row, (*at, i), report) for i, row in enumerate(value))
+    if plain == tuple[Adapter, ...]:
+        if not isinstance(value, list):
+            report.add(at, "expected tables", "write [[model.adapter]] for each adapter")
+            return ()
+        return tuple(_read_section(Adapter, row, (*at, i), report) for i, row in enumerate(value))
     if isinstance(plain, type) and issubclass(plain, Section):
         return _read_section(plain, value, at, report)
     try:
@@ -153,7 +159,14 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         given = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
         folder = str(Path(given, "models")) if given else ""
     catalog = replace(config.catalog, folder=str(base / folder) if folder else "")
-    models = tuple(replace(model, path=str(base / model.path)) for model in config.models)
+    models = tuple(
+        replace(
+            model,
+            path=str(base / model.path),
+            adapters=tuple(replace(one, path=str(base / one.path)) for one in model.adapters),
+        )
+        for model in config.models
+    )
     named = {name: getattr(config.api, name) for name in ("keys", "tls_certificate", "tls_key")}
     if config.api.admin_socket != AUTO:
         named["admin_socket"] = config.api.admin_socket

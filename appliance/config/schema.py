@@ -524,6 +524,28 @@ class Pooler(Section, kw_only=True):
         return {key: value for key, value in values.items() if value != getattr(usual, key)}
 
 
+class Adapter(Section, kw_only=True):
+    """A LoRA adapter of a model; repeat the table `[[model.adapter]]` for each."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+            description="What clients call it behind the model's name and a colon "
+            "(`llama-a:legal`): letters, digits and any of `._-`.",
+            examples=["legal"],
+        ),
+    ]
+    path: Annotated[
+        str,
+        Meta(
+            description="Its directory, as PEFT saves it (adapter_config.json, "
+            "adapter_model.safetensors), relative to this file.",
+            examples=["/srv/adapters/legal"],
+        ),
+    ]
+
+
 class Speculate(Section, kw_only=True):
     """How tokens of a model are drafted."""
 
@@ -667,6 +689,13 @@ class Model(Section, kw_only=True):
             "and what `devices.images` has of it against its digests."
         ),
     ] = False
+    adapters: Annotated[
+        tuple[Adapter, ...],
+        Meta(
+            description="LoRA adapters, each a table `[[model.adapter]]`. Clients ask for "
+            "`MODEL:ADAPTER`; all are loaded with the model, and computed in one batch with it."
+        ),
+    ] = msgspec.field(default=(), name="adapter")
     enabled: Annotated[
         bool,
         Meta(

@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
+from appliance.checkpoints.adapters import AdapterPlace, adapter_bytes, read_adapters
+from appliance.checkpoints.checkpoint import BYTES_PER_ELEMENT, CatalogEntry, read_checkpoint
 from appliance.checkpoints.families import check_cpu, check_cuda
 from appliance.checkpoints.kv_layers import BlockTables
 from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.task import check_task
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import Config, Devices, Model
 from appliance.memory.kv_pool import BLOCK_TOKENS, KvGeometry
@@ -62,11 +64,23 @@ def read_model(model: Model, devices: Devices) -> CatalogEntry:
     path = Path(model.path)
     entry = read_checkpoint(model.name, path, model.dtype, model.task, cuda=devices.cuda)
     config = read_model_config(path)
+    ranks = devices.tensor_parallel
     if devices.cuda:
         check_cuda(config)
     else:
-        check_cpu(config, entry.dtype, devices.tensor_parallel)
-    return entry
+        check_cpu(config, entry.dtype, ranks)
+    if not model.adapters:
+        return entry
+    task = check_task(path, model.task)
+    places = adapter_places(model)
+    adapters = read_adapters(places, config, task, ranks, cuda=devices.cuda)
+    more = adapter_bytes(adapters, BYTES_PER_ELEMENT[entry.dtype])
+    return dataclasses.replace(entry, weight_bytes=entry.weight_bytes + more)
+
+
+def adapter_places(model: Model) -> tuple[AdapterPlace, ...]:
+    """Its adapters, in the words of workers."""
+    return tuple(AdapterPlace(one.name, one.path) for one in model.adapters)
 
 
 def check_sizes(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -393,11 +394,12 @@ class Daemon:
         )
 
     def models(self) -> list[ModelCard]:
-        return [self._model_activities.card(name) for name in self.catalogue.names()]
+        cards = map(self._model_activities.cards, self.catalogue.names())
+        return list(itertools.chain.from_iterable(cards))
 
     def model(self, name: ModelName) -> ModelCard:
-        self.catalogue.find(name)
-        return self._model_activities.card(name)
+        base = self.catalogue.base_of(name)
+        return next(card for card in self._model_activities.cards(base) if card.id == name)
 
     def summary(self) -> str:
         instances = self.machine.instances.values()

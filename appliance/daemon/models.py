@@ -76,10 +76,22 @@ class ModelAdministration:
             raise ModelNotFound(name)
         return served
 
+    def base_of(self, name: ModelName) -> ModelName:
+        """The model of this name, or the one that has the adapter of this name. Raises
+        `ModelNotFound`."""
+        if name in self.served and name not in self.removing:
+            return name
+        for base in self.names():
+            if name in self.served[base].adapters:
+                return base
+        raise ModelNotFound(name)
+
     def check_free(self, name: ModelName) -> None:
         """Raises `ModelExists` unless a model may be added under this name."""
         if name in self.served:
             raise ModelExists(name, removing=name in self.removing)
+        if any(name in served.adapters for served in self.served.values()):
+            raise ModelExists(name)
 
     def names(self) -> list[ModelName]:
         """Those that may be asked for, in the order of the catalogue."""

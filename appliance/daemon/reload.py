@@ -36,7 +36,7 @@ from appliance.errors import CheckpointError, ConfigError, FilesLeft, NotSaved, 
 from appliance.platform import logs
 from appliance.platform.tls import LiveTls, Pair, TlsProblem, read_pair
 from appliance.service.event_log import NoticeKind
-from appliance.service.interface import ModelActivity, ModelExists
+from appliance.service.interface import ModelActivity, ModelExists, ModelNotFound
 from appliance.service.settings import (
     DEFAULT_CONTEXT_TOKENS,
     ConfigChange,
@@ -125,7 +125,8 @@ class LiveConfig:
 
     async def change_model(self, name: ModelName, keys: Mapping[str, object]) -> None:
         async with self._changing:
-            self._daemon.model(name)
+            if self._daemon.model(name).base:  # adapters have no terms of their own
+                raise ModelNotFound(name)
             edit = self._admin.edit()
             edit.merge(name, keys)
             found = await self._read(edit)
@@ -138,6 +139,8 @@ class LiveConfig:
             if any(model.name == name for model in self._running.models):
                 raise ModelExists(name)
             self._check_stays(name, self._path.parent / str(keys["path"]))
+            for adapter in _adapter_paths(keys):
+                self._check_stays(name, self._path.parent / adapter)
             edit = self._admin.edit()
             edit.drop(name)
             row = await asyncio.to_thread(self._whole_row, keys)
@@ -263,7 +266,8 @@ class LiveConfig:
         """Whether neither the name nor the files are about to go; the log says so if they are."""
         try:
             self._daemon.catalogue.check_free(model.name)
-            self._check_stays(model.name, Path(model.path))
+            for folder in _folders(model):
+                self._check_stays(model.name, folder)
         except (ModelExists, NotSaved) as error:
             log.warning("%s is not added yet: %s", model.name, error)
             return False
@@ -458,5 +462,18 @@ async def _in_thread(act: Callable[[], T]) -> T:
 
 
 def _has(model: Model, folder: Path) -> bool:
-    """Whether its files are in the folder."""
-    return Path(model.path).resolve().is_relative_to(folder)
+    """Whether any of its files, or of its adapters', are in the folder."""
+    return any(of.resolve().is_relative_to(folder) for of in _folders(model))
+
+
+def _folders(model: Model) -> list[Path]:
+    return [Path(model.path), *(Path(adapter.path) for adapter in model.adapters)]
+
+
+def _adapter_paths(keys: Mapping[str, object]) -> list[str]:
+    """Of a new model's keys, which were not checked yet."""
+    adapters = keys.get("adapter", ())
+    rows = adapters if isinstance(adapters, list | tuple) else ()
+    return [
+        row["path"] for row in rows if isinstance(row, dict) and isinstance(row.get("path"), str)
+    ]

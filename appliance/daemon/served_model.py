@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from appliance.checkpoints.adapters import full_name
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.task import check_pooler, check_task
 from appliance.config.schema import Model
 from appliance.config.schema import SloTable as ConfiguredSlo
+from appliance.config.sizing import adapter_places
 from appliance.service.front_frames import FrontModel
 from appliance.service.interface import ModelFacts, ModelTerms
 from appliance.vocabulary import ModelSpec, Slo
@@ -46,6 +48,11 @@ class ServedModel(msgspec.Struct, frozen=True):
         )
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """What clients call the model with each of its adapters."""
+        return tuple(full_name(self.spec.name, one.name) for one in self.worker.adapters)
+
+    @property
     def front(self) -> FrontModel:
         return FrontModel(
             name=self.spec.name,
@@ -60,6 +67,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             max_logprobs=self.worker.max_logprobs,
             return_tokens_as_token_ids=self.return_tokens_as_token_ids,
             pooler_config=self.worker.pooler_config or {},
+            adapters=self.adapters,
         )
 
 
@@ -94,6 +102,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             reasoning_parser=model.reasoning_parser,
             max_logprobs=model.max_logprobs,
             pooler_config=asked | ({"task": pooled} if pooled else {}),
+            adapters=adapter_places(model),
             speculation=model.speculate.chosen,
         ),
         created=entry.created,

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
+import msgspec
+
 from appliance.daemon.models import ModelAdministration
 from appliance.engines.protocol import KvBytes
 from appliance.memory.ledger import DiskLedger, HostLedger
@@ -109,8 +111,14 @@ class ModelActivities:
         self._drafts = drafts
         self._clock = clock
 
-    def card(self, name: ModelName) -> ModelCard:
-        """A model as clients see it."""
+    def cards(self, name: ModelName) -> list[ModelCard]:
+        """A model as clients see it, and the same with each of its adapters."""
+        card = self._card(name)
+        adapters = self._catalogue.served[name].adapters
+        replace = msgspec.structs.replace
+        return [card, *(replace(card, id=adapter, base=name) for adapter in adapters)]
+
+    def _card(self, name: ModelName) -> ModelCard:
         served = self._catalogue.served[name]
         return ModelCard(
             id=name,

@@ -669,6 +669,7 @@ def _asked(frame: Submit, call: _Call) -> SubmitRequest:
     return SubmitRequest(
         id=frame.request,
         model=frame.model,
+        asked=frame.asked,
         prompt=frame.prompt,
         max_tokens=frame.max_tokens,
         body=frame.body,

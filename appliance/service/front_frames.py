@@ -59,6 +59,11 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them. Of a model that pools,
     `task` is one of them."""
 
+    adapters: tuple[ModelName, ...] = ()
+    """What clients call the model with each of its LoRA adapters: their names begin with its."""
+    base: ModelName = ""
+    """In a front end: the model that this one, which has an adapter, is computed with."""
+
     @property
     def pools_tokens(self) -> bool:
         """Whether it gives a vector, or classes, for each token of a prompt."""
@@ -220,6 +225,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     call: int
     request: RequestId
     model: ModelName
+    asked: ModelName = ""
+    """What the client asked for, if the model is computed with one of its adapters."""
     prompt: tuple[int, ...]
     max_tokens: int
     """Of output, at most; 0: the prompt is pooled and nothing follows."""

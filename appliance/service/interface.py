@@ -160,6 +160,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: RequestId
     model: ModelName
+    asked: ModelName = ""
+    """What the client asked for, if the model is computed with one of its adapters."""
     prompt: tuple[int, ...]
     max_tokens: int
     """Of output, at most; 0: the prompt is pooled and nothing follows."""
@@ -257,6 +259,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogued model as clients see it. `created` is a Unix time in seconds."""
 
     id: ModelName
+    base: ModelName = ""
+    """The model that is computed with an adapter, if this is one."""
     created: int
     max_context_tokens: int
     owned_by: str = "appliance"

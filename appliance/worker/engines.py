@@ -103,6 +103,7 @@ def _builder(
             reasoning_parser=model.reasoning_parser,
             max_logprobs=model.max_logprobs,
             pooler_config=model.pooler_config,
+            adapters=model.adapters,
             speculation=model.speculation,
         )
 

@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from appliance import vocabulary as v
+from appliance.checkpoints.adapters import AdapterPlace
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.task import PoolerValue
 from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
@@ -36,6 +37,7 @@ class WorkerModel(msgspec.Struct, frozen=True):
     max_logprobs: int = 20
     pooler_config: dict[str, PoolerValue] | None = None
     """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them, if any."""
+    adapters: tuple[AdapterPlace, ...] = ()
     speculation: Speculation | None = None
     """How tokens are drafted, if they are."""
 

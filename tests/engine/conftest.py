@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 engines = {}
 
@@ -74,7 +75,9 @@ for line in sys.stdin:
             **{"max_model_len": 1024, **job["arguments"]})
     prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
     sampling = [asked(s) for s in job["sampling"]]
-    outputs = engines[engine].generate(prompts, sampling, use_tqdm=False)
+    adapters = [one and LoRARequest(*one) for one in job["adapters"]] or None
+    outputs = engines[engine].generate(
+        prompts, sampling, use_tqdm=False, lora_request=adapters)
     print(json.dumps(list(map(told, outputs))), file=answers, flush=True)
 """
 
@@ -105,9 +108,11 @@ def plain_process(first: str = "") -> Iterator[PlainAnswers]:
             dtype: str,
             prompts: list[tuple[int, ...]],
             sampling: list[Sampling],
+            adapters: Sequence[tuple[str, int, str] | None] = (),
             **arguments: Any,
         ) -> list[dict[str, Any]]:
             job = {
+                "adapters": adapters,
                 "path": path,
                 "dtype": dtype,
                 "prompts": prompts,

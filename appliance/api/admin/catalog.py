@@ -20,6 +20,13 @@ _Unset = msgspec.UnsetType
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
+class NewAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """A table ``[[model.adapter]]``."""
+
+    name: str
+    path: str
+
+
 class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The body of ``POST /api/models``: a table ``[[model]]``. Paths are the daemon's."""
 
@@ -36,6 +43,7 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     reasoning_parser: str | _Unset = msgspec.UNSET
     max_logprobs: int | _Unset = msgspec.UNSET
     return_tokens_as_token_ids: bool | _Unset = msgspec.UNSET
+    adapter: list[NewAdapter] | _Unset = msgspec.UNSET
     pooler_config: dict[str, str | int | float | bool] | _Unset = msgspec.UNSET
     speculate: dict[str, str | int] | _Unset = msgspec.UNSET
     task: str | _Unset = msgspec.UNSET

@@ -76,7 +76,7 @@ def ollama_catalogue_routes(service: Service, settings: Settings | None) -> list
     async def tags() -> ASGIResponse:
         facts = _facts(service.activity())
         return json_answer(
-            {"models": [_tag(card, facts.get(card.id)) for card in service.models()]}
+            {"models": [_tag(card, facts.get(card.base or card.id)) for card in service.models()]}
         )
 
     @route("/api/ps", http_method=[HttpMethod.GET], operation_id="ollamaPs")
@@ -87,15 +87,15 @@ def ollama_catalogue_routes(service: Service, settings: Settings | None) -> list
         return json_answer(
             {
                 "models": [
-                    _tag(card, facts.get(card.id))
+                    _tag(card, facts.get(card.base or card.id))
                     | {
-                        "size": copies[card.id] * card.weight_bytes,
-                        "size_vram": copies[card.id] * card.weight_bytes,
+                        "size": copies[card.base or card.id] * card.weight_bytes,
+                        "size_vram": copies[card.base or card.id] * card.weight_bytes,
                         "expires_at": expires,
                         "context_length": card.max_context_tokens,
                     }
                     for card in service.models()
-                    if card.id in copies
+                    if (card.base or card.id) in copies
                 ]
             }
         )
@@ -107,7 +107,7 @@ def ollama_catalogue_routes(service: Service, settings: Settings | None) -> list
         if not name:
             raise BadRequest("model: a value is required", "model", "missing_field")
         card = _find(service, name)
-        facts = service.model_activity(card.id).facts
+        facts = service.model_activity(card.base or card.id).facts
         path = None if facts is None else facts.path
         files = await asyncio.to_thread(read_checkpoint, path) if path else Checkpoint()
         return json_answer(_shown(card, facts, files))
@@ -134,7 +134,9 @@ def _find(service: Service, name: str) -> ModelCard:
     """The model of this name, or of what it is without the tag that Ollama adds to every name."""
     for known in dict.fromkeys((name, name.removesuffix(_LATEST))):
         with contextlib.suppress(ModelNotFound):
-            return service.model(known)
+            card = service.model(known)
+            if known == name or not card.base:  # a name with an adapter is exact
+                return card
     raise ApiError(404, f"model '{name}' not found", param="model", code="model_not_found")
 
 
@@ -197,7 +199,7 @@ def _modelfile(card: ModelCard, files: Checkpoint) -> str:
 def _details(card: ModelCard, facts: ModelFacts | None) -> dict[str, object]:
     family = _family(card)
     return {
-        "parent_model": "",
+        "parent_model": card.base,
         "format": "safetensors",
         "family": family,
         "families": [family],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from appliance.config.schema import SchemaField, Section, choices, fields, schema
+from appliance.config.schema import SchemaField, Section, choices, fields, plain_type, schema
 from appliance.units import toml
 
 
@@ -37,10 +37,18 @@ def generate_docs() -> str:
     for header, (kind, keys) in schema().items():
         lines += ["", f"## `{header}`", "", _summary(kind), "", *_table(keys)]
         for field in keys.values():
-            if isinstance(field.default, Section):
-                inner = type(field.default)
+            if inner := _inner(field):
                 lines += ["", f"### `{field.key}`", "", _summary(inner), "", *_table(fields(inner))]
     return "\n".join(lines) + "\n"
+
+
+def _inner(field: SchemaField) -> type[Section] | None:
+    """The table, or tables, that a key is."""
+    if isinstance(field.default, Section):
+        return type(field.default)
+    (kind, *_) = getattr(plain_type(field.type), "__args__", (None,))
+    is_table = isinstance(kind, type) and issubclass(kind, Section)
+    return kind if is_table else None
 
 
 def _table(keys: Mapping[str, SchemaField]) -> list[str]:

@@ -42,6 +42,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from appliance.checkpoints.adapters import Adapter, AdapterPlace, read_adapters
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import keeps_state
 from appliance.checkpoints.kv_layers import is_compressed
@@ -66,6 +67,7 @@ from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.guides import Guides, took_too_long
 from appliance.engines.vllm.kv.cache import KvCache
 from appliance.engines.vllm.kv.placement import KvPlacement, placing
+from appliance.engines.vllm.lora.requests import AdapterTable, lora_arguments
 from appliance.engines.vllm.messages import decode_request, encode_output
 from appliance.engines.vllm.pooling import (
     check_pooling,
@@ -119,6 +121,7 @@ class VllmEngine:
         swapper: Swapper,
         task: Task,
         reasoning_parser: str,
+        adapters: Sequence[Adapter],
     ) -> None:
         """Use `build`."""
         self.model = model
@@ -132,6 +135,7 @@ class VllmEngine:
         self._states = RunnerStates(
             self._runner, self._vocabulary, len(placement.tables), self._device
         )
+        self._adapters = AdapterTable(model, adapters, self._runner)
         self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
         self.kv = self._cache.shape
         self._drafts = Drafts(core, self._runner, self.kv.block_tokens)
@@ -175,6 +179,7 @@ class VllmEngine:
         reasoning_parser: str = "",
         max_logprobs: int = 20,
         pooler_config: Mapping[str, PoolerValue] | None = None,
+        adapters: Sequence[AdapterPlace] = (),
         speculation: Speculation | None = None,
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
@@ -184,19 +189,19 @@ class VllmEngine:
         compared with ``SHA256SUMS`` of their folder, if any, when they are first read. One of
         several `ranks` (`executor.join_group`) has its shard of the model. It computes on `device`:
         the CPU, if None. Packed weights are kept in `images`, if any. `reasoning_parser` is vLLM's
-        name of one; empty: there is none. `max_logprobs` bounds log probabilities of a token,
-        `pooler_config` has keys of vLLM's `PoolerConfig`. With `speculation`, tokens are drafted.
+        name of one, if any. `max_logprobs` bounds log probabilities of a token. `pooler_config` is
+        vLLM's. Requests may ask for one of the `adapters`. With `speculation`, tokens are drafted.
 
         Raises `SeamMoved`, `UnsupportedKvCache` for KV of several shapes, `CheckpointError` for
         files that are damaged, or do not become the model's weights by copying, or for what the
         model cannot do, `UnsupportedPooling`, and what vLLM raises for what it cannot load.
         """
         check_seams()
-        checkpoint = read_model_config(Path(path))
+        checkpoint, where = read_model_config(Path(path)), device or HostDevice()
         files, dense = _headers(checkpoint, task)
+        lora = read_adapters(adapters, checkpoint, task, ranks, cuda=not where.host_memory)
         parameters.forbid_packing()
-        where: Device = device or HostDevice()
-        shelf = images.shelf(path, dtype, ranks) if images is not None else None
+        shelf = images.shelf(path, dtype, ranks, adapters) if images is not None else None
         config = _configure(
             ranks,
             checkpoint,
@@ -206,16 +211,15 @@ class VllmEngine:
             max_model_len=max_context,
             max_num_seqs=max_batch,
             max_logprobs=max_logprobs,
-            **engine_args(task, pooler_config or {}),
-            **draft_args(speculation, checkpoint, task, where, ranks),
+            **engine_args(task, pooler_config or {}) | lora_arguments(lora),
+            **draft_args(speculation, checkpoint, task, where, ranks, lora),
         )
-        with recording(files, dense) as recorded:
-            place = partial(
-                PlacedWeights.place, model, recorded, arena, host, swapper, where, shelf, verify
-            )
+        with recording(files, dense, lora) as recorded:
+            placed = (model, recorded, arena, host, swapper, where, shelf, verify)
+            place = partial(PlacedWeights.place, *placed)
             with placing(KvPlacement(arena, f"kv:{model}", max_context, where, place)) as placement:
                 core = _start(config, ranks)
-                return cls(model, core, placement, host, swapper, task, reasoning_parser)
+                return cls(model, core, placement, host, swapper, task, reasoning_parser, lora)
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -262,6 +266,7 @@ class VllmEngine:
             raise ValueError(f"request {name} is known already")
         asked = decode_request(sequence.body)
         self._check_prompt(asked, sequence)
+        adapter = self._adapters.asked(asked)
         params = asked.sampling_params
         if params is not None:
             self._check_sampling(params, sequence)
@@ -272,6 +277,7 @@ class VllmEngine:
             list(sequence.prompt),
             params,
             asked.pooling_params,
+            lora_request=adapter,
             cache_salt=_cache_salt(sequence.prefix_salt, asked.cache_salt),
             block_hasher=self._core.request_block_hasher,
             reasoning_ended=asked.reasoning_ended,
@@ -283,13 +289,13 @@ class VllmEngine:
             request.append_output_token_ids(list(sequence.output))
         request.status = RequestStatus.RUNNING
         request.prefill_stats = None
-        self._states.add(sequence, asked)
+        self._states.add(sequence, asked, adapter)
         self._scheduler.requests[name] = request
 
     def _check_prompt(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
-        if asked.mm_features or asked.lora_request or asked.prompt_embeds is not None:
-            raise ValueError("prompts are made of tokens only, and adapters are not supported")
+        if asked.mm_features or asked.prompt_embeds is not None:
+            raise ValueError("prompts are made of tokens only")
         tokens = len(sequence.prompt) + len(sequence.output)
         most = self._scheduler.max_model_len - (asked.sampling_params is not None)
         if not sequence.prompt or tokens > most:

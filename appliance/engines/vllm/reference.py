@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 
+from appliance.checkpoints.adapters import MAX_RANK
 from appliance.engines.vllm.environment import prepare_environment
 from appliance.platform.cpus import deal_cpus, show_cpus
 
@@ -40,6 +41,8 @@ class ReferenceModel(msgspec.Struct):
     prompts: list[ReferencePrompt]
     dtype: str = "float32"
     tensor_parallel: int = 1
+    adapter: str = ""
+    """The path of the LoRA adapter that all prompts are computed with, if any."""
 
 
 class ReferenceTask(msgspec.Struct):
@@ -64,6 +67,7 @@ def main() -> None:
 
 def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
 
     if checkpoint.tensor_parallel > 1:
         # Left to itself, vLLM wants a NUMA node for each of its processes.
@@ -82,6 +86,7 @@ def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
         kv_cache_memory_bytes=256 << 20,
         max_num_seqs=8,
         tensor_parallel_size=checkpoint.tensor_parallel,
+        **({"enable_lora": True, "max_lora_rank": MAX_RANK} if checkpoint.adapter else {}),
         # vLLM wants to see so much of a GPU free, whatever it then takes; others may be at work.
         **({} if device == "cpu" else {"gpu_memory_utilization": 0.1}),
     )
@@ -93,6 +98,7 @@ def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
             for prompt in checkpoint.prompts
         ],
         use_tqdm=False,
+        lora_request=LoRARequest("adapter", 1, checkpoint.adapter) if checkpoint.adapter else None,
     )
     if checkpoint.tensor_parallel > 1:
         # Its processes, and their shared memory, would outlast this one's abrupt end.

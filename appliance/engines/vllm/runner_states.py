@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request
@@ -34,7 +35,9 @@ class RunnerStates:
         self._vocabulary = vocabulary
         self._tables = tables
 
-    def add(self, sequence: SequenceSpec, asked: EngineCoreRequest) -> None:
+    def add(
+        self, sequence: SequenceSpec, asked: EngineCoreRequest, adapter: LoRARequest | None
+    ) -> None:
         """A request without blocks, nothing of which is computed. Raises `ValueError` for a seed
         that is beyond 64 bits."""
         generator = self._generator(asked.sampling_params, len(sequence.output))
@@ -48,6 +51,7 @@ class RunnerStates:
             block_ids=tuple([] for _ in range(self._tables)),
             num_computed_tokens=0,
             output_token_ids=list(sequence.output),
+            lora_request=adapter,
         )
 
     def forget(self, request: RequestId) -> None:

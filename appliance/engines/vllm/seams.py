@@ -13,6 +13,8 @@ import vllm
 from vllm import PoolingParams
 from vllm.config import ModelConfig
 from vllm.distributed import parallel_state
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.pooler.seqwise.methods import MeanPool
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -33,6 +35,7 @@ from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 VERSION: Final = "0.32.0"
 
@@ -78,6 +81,12 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (PoolingParams.verify, ("model_config",)),
     (MeanPool.forward, ("hidden_states", "pooling_metadata")),
     (PoolingStates.clean, ()),
+    (LoRAModelManager._create_lora_modules, ()),
+    (BaseLinearLayerWithLoRA._apply_lora_to_output, ("x", "output")),
+    (
+        LoRAModelRunnerMixin._set_active_loras,
+        ("prompt_lora_mapping", "token_lora_mapping", "lora_requests", "mapping_type"),
+    ),
     (create_custom_proposer, ("vllm_config",)),
     (
         RejectionSampler.forward,

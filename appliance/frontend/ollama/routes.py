@@ -85,7 +85,7 @@ def _generation_routes(
         if asked.loads:
             return _json(Reply(name, endpoint, started).placed("load"))
         reply = Reply(name, endpoint, started, _timing)
-        said = await unless_hung_up(request.receive, _submitted(asked, front))
+        said = await unless_hung_up(request.receive, _submitted(asked, front, model))
         if not asked.streams:
             return _json(reply.whole(understood(said)))
         lines = _kept_alive(_lines(said, reply), keep_alive_seconds)
@@ -148,11 +148,11 @@ def _timing() -> str | None:
 # --- text ----------------------------------------------------------------------------------------
 
 
-async def _submitted(asked: ChatBody | GenerateBody, front: ModelFront) -> Any:
+async def _submitted(asked: ChatBody | GenerateBody, front: ModelFront, model: FrontModel) -> Any:
     """vLLM's answer: a stream of events, or JSON. Raises `OllamaError` and what vLLM raises."""
     serving = front.state.openai_serving_chat
     renderer = front.state.online_renderer
-    request = asked.request(front.model, serving.default_sampling_params)
+    request = asked.request(model, serving.default_sampling_params)
     if isinstance(asked, GenerateBody) and asked.context:
         await continued(request, asked.context, renderer, truncates=asked.truncates)
     try:

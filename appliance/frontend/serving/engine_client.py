@@ -222,6 +222,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             call=call.number,
             request=request.request_id,
             model=self._model.name,
+            asked="" if request.lora_request is None else request.lora_request.lora_name,
             prompt=prompt,
             max_tokens=max_tokens,
             body=encode_request(request),

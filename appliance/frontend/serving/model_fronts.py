@@ -14,12 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
 from starlette.datastructures import State
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.config.lora import LoRAConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from appliance.checkpoints.language_models import language_config, processor_template
@@ -97,7 +100,11 @@ class ModelFronts:
         self._models = {model.name: model for model in models}
         self._names = {
             alias: model for model in self._models.values() for alias in names_of(model.name)
-        } | self._models
+        }
+        self._names |= {
+            name: adapted(model, name) for model in self._models.values() for name in model.adapters
+        }
+        self._names |= self._models
         for name, front in list(self._built.items()):
             if self._models.get(name) != front.model:
                 del self._built[name]
@@ -113,6 +120,7 @@ class ModelFronts:
 
     async def get(self, model: FrontModel) -> ModelFront:
         """The model's front half. Raises `FrontNotBuilt`."""
+        model = self._models.get(model.base, model)
         front = self._built.get(model.name)
         if front is not None and front.model == model and not front.llm.errored:
             self._built.move_to_end(model.name)
@@ -156,17 +164,27 @@ def names_of(name: ModelName) -> Iterator[str]:
         yield base
 
 
+def adapted(model: FrontModel, name: ModelName) -> FrontModel:
+    """The model with the adapter that clients call so."""
+    return msgspec.structs.replace(model, name=name, base=model.name, adapters=())
+
+
 def build(core: Core, model: FrontModel) -> ModelFront:
     """Make a model's front half; in any thread, once for a model at a time. Raises whatever the
     checkpoint's files cause."""
     args = arguments(model)
-    llm = FrontLLM(core, model, configuration(args))
+    llm = FrontLLM(core, model, configuration(args, adapters=len(model.adapters)))
     # Guides are checked where they may end the process (`appliance.frontend.guide_compiler`).
     llm.input_processor.structured_outputs_config = None
     state = State()
     for name in SERVING:
         setattr(state, name, None)
     asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
+    state.openai_serving_models.lora_requests = {
+        # The path is vLLM's wish: engines know it from the configuration, and look at the name.
+        name: LoRARequest(lora_name=name, lora_int_id=number, lora_path=name, base_model_name=None)
+        for number, name in enumerate(model.adapters, 1)
+    }
     llm.engine_core.one_by_one = keep_held_text(state)
     if model.pools_tokens:
         # vLLM would compare texts token by token in the worker that has seen the other one.
@@ -200,7 +218,7 @@ def arguments(model: FrontModel) -> Namespace:
     return args
 
 
-def configuration(args: Namespace) -> VllmConfig:
+def configuration(args: Namespace, *, adapters: int = 0) -> VllmConfig:
     """As vLLM's own server without a GPU makes it: no device is asked for, nothing is reserved."""
     envs.VLLM_CPU_KVCACHE_SPACE = 0
     engine = AsyncEngineArgs.from_cli_args(args)
@@ -209,7 +227,10 @@ def configuration(args: Namespace) -> VllmConfig:
     structured = engine.create_structured_outputs_config()
     # Serving objects read the parser where the arguments have it.
     args.structured_outputs_config = structured
-    return VllmConfig(model_config=model_config, structured_outputs_config=structured)
+    lora = LoRAConfig(max_loras=adapters) if adapters else None
+    return VllmConfig(
+        model_config=model_config, structured_outputs_config=structured, lora_config=lora
+    )
 
 
 @cache

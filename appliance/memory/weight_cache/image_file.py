@@ -98,9 +98,13 @@ class Head(msgspec.Struct, frozen=True):
             os.close(fd)
 
 
-def image_name(checkpoint: str, dtype: str, rank: int, ranks: int) -> str:
-    """What the file of one rank's image is called, whatever is in it: one for each place."""
-    place = hashlib.sha256(json.dumps([checkpoint, dtype, rank, ranks]).encode()).hexdigest()
+def image_name(
+    checkpoint: str, dtype: str, rank: int, ranks: int, adapters: Iterable[str] = ()
+) -> str:
+    """What the file of one rank's image is called, whatever is in it: one for each place. Paths of
+    `adapters` that are in it, too, make it another place."""
+    parts = [checkpoint, dtype, rank, ranks, *adapters]
+    place = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return f"{Path(checkpoint).name[:64]}-{place[:16]}{SUFFIX}"
 
 

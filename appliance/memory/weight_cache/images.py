@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from appliance.checkpoints.adapters import AdapterPlace
 from appliance.checkpoints.safetensors import WeightFile
 from appliance.errors import CheckpointError
 from appliance.memory.transfers import Transfer, TransferKind
@@ -58,9 +59,13 @@ class ImageFolder:
     rank: int
     writer: ImageWriter
 
-    def shelf(self, checkpoint: str, dtype: str, ranks: int) -> Shelf:
-        """The place for the image of a model in a configured type."""
-        return Shelf(self.path / image_name(checkpoint, dtype, self.rank, ranks), self.writer)
+    def shelf(
+        self, checkpoint: str, dtype: str, ranks: int, adapters: Sequence[AdapterPlace] = ()
+    ) -> Shelf:
+        """The place for the image of a model in a configured type, with its adapters."""
+        paths = [adapter.path for adapter in adapters]
+        name = image_name(checkpoint, dtype, self.rank, ranks, paths)
+        return Shelf(self.path / name, self.writer)
 
 
 class KeptImage:

@@ -25,13 +25,15 @@ from appliance.cli.main import cli
 from appliance.config.admin_file import ADMIN_FILE
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
-from appliance.config.schema import Model, fields
+from appliance.config.schema import Adapter, Model, fields
 from appliance.daemon.reload import LiveConfig
 from appliance.journal import Journal, replay
-from appliance.service.interface import GenerationFailed
+from appliance.service.interface import GenerationFailed, ModelExists
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
 from appliance.worker import frames
 from tests.patience import PATIENCE_SECONDS
+from tests.unit.checkpoints.test_adapters import Q, make_base, pair
+from tests.unit.checkpoints.test_adapters import make as make_adapter
 from tests.unit.doubles.daemon import Box, setup_of, small
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.doubles.serving import Call, commanded, served, unserved
@@ -185,6 +187,49 @@ async def test_a_pooler_is_passed_to_workers_and_front_ends(
     assert worker.pooler_config == front.pooler_config == asked | {"task": "embed"}
     assert (worker.max_logprobs, front.max_logprobs) == (3, 3)
     assert load_config(path).models[-1].pooler_config.chosen == asked
+
+
+async def test_adapters_are_models_of_their_own(
+    box: Box, client: httpx.AsyncClient, path: Path, tmp_path: Path
+) -> None:
+    """Listed behind their base and passed to workers and front ends; what an operator does with a
+    model is done with the base."""
+    make_base(tmp_path / "base")
+    place = make_adapter(tmp_path, pair(Q), "legal")
+    body = {"name": "new", "path": "base", "dtype": "float32", "max_context": 64}
+    refused = await client.post(
+        "/api/models", json=body | {"adapter": [{"name": "legal", "path": "base"}]}
+    )
+    answer = await client.post(
+        "/api/models", json=body | {"adapter": [{"name": "legal", "path": "legal"}]}
+    )
+    box.settle()
+
+    assert (refused.status_code, answer.status_code) == (422, 200), answer.text
+    assert "has no adapter_config.json" in refused.text
+    assert box.workers[0].heard(frames.AddModel)[0].model.adapters == (place,)
+    assert box.daemon.front_models()[-1].adapters == ("new:legal",)
+    assert load_config(path).models[-1].adapters == (Adapter(name="legal", path=place.path),)
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert [(one["id"], one["parent"]) for one in listed[-2:]] == [
+        ("new", None),
+        ("new:legal", "new"),
+    ]
+    one = await client.get("/v1/models/new:legal")
+    shown = await client.post("/api/show", json={"model": "new:legal"})
+    assert (one.status_code, one.json()["max_model_len"]) == (200, 64)
+    assert (shown.status_code, shown.json()["details"]["parent_model"]) == (200, "new")
+    for verb in ("pin", "drain", "load"):
+        answer = await client.post(f"/api/models/new:legal/{verb}")
+        assert answer.status_code == 404, verb
+    for name in ("new:other", "new:legal:latest", "new:legal:latest:latest"):
+        assert (await client.get(f"/v1/models/{name}")).status_code == 404
+        assert (await client.post("/api/show", json={"model": name})).status_code == 404
+    with pytest.raises(ModelExists):
+        box.daemon.catalogue.check_free("new:legal")
+    answer = await client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/x"})
+    assert answer.status_code == 404
+    assert "[[model.adapter]]" in answer.text
 
 
 async def test_a_context_need_not_be_given(client: httpx.AsyncClient, path: Path) -> None:
@@ -490,6 +535,46 @@ async def test_files_that_another_model_has_stay(
     await _until(lambda: not shared.exists())
 
     assert (kept.json()["files"], deleted.json()["files"]) == (False, True)
+
+
+async def test_files_of_another_models_adapter_stay(
+    client: httpx.AsyncClient, path: Path, box: Box
+) -> None:
+    """They may lie within a model's own."""
+    folder = await shared(client, path, box)
+    make_base(path.parent / "base")
+    make_adapter(folder, pair(Q), "legal")
+    box.world.models["three"] = small("h")["h"]
+    adapter = {"name": "legal", "path": str(folder / "legal")}
+    body = {"path": "base", "dtype": "float32", "max_context": 64, "adapter": [adapter]}
+
+    added = await client.post("/api/models", json=body | {"name": "three"})
+    box.settle()
+    kept = await client.delete("/api/models/one?files=true")
+    box.settle()
+
+    assert added.status_code == 200, added.text
+    assert (kept.json()["files"], (folder / "legal").exists()) == (False, True)
+
+
+async def test_no_adapter_is_added_whose_files_go(
+    client: httpx.AsyncClient, path: Path, box: Box
+) -> None:
+    folder = await shared(client, path, box)
+    make_base(path.parent / "base")
+    make_adapter(folder, pair(Q), "legal")
+    running = box.ask("r1", "one", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+    adapter = {"name": "legal", "path": str(folder / "legal")}
+    body = {"name": "two", "path": "base", "max_context": 64, "adapter": [adapter]}
+
+    await client.delete("/api/models/one?files=true")
+    refused = await client.post("/api/models", json=body)
+    box.settle()
+    await _until(lambda: not folder.exists())
+
+    assert (refused.status_code, "is being deleted with one" in refused.text) == (409, True)
+    assert sum([len(batch) async for batch in running]) == 30
 
 
 async def shared(client: httpx.AsyncClient, path: Path, box: Box) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from appliance.access.admission import Admission
@@ -176,6 +177,26 @@ async def test_activity_tells_of_no_other_models(house: House) -> None:
     assert some["instances"][0]["model"] is None
     assert everything["instances"][0]["model"] == "org/small"
     assert len(everything["models"]) == 2
+
+
+async def test_a_key_of_an_adapter_is_told_whether_it_is_loaded(house: House) -> None:
+    """Which is so when its base is; keys of other models are not told."""
+    base, *others = house.service.models()
+    adapter = msgspec.structs.replace(base, id=f"{base.id}:legal", base=base.id)
+    house.service.models = lambda: [base, adapter, *others]  # type: ignore[method-assign]
+    loaded = ModelActivity(model=base.id, state="idle", residency={"0": "loaded"})
+    activity = Activity(version="1", uptime_seconds=1.0, instances=(), models=(loaded,))
+    house.service.activity = lambda: activity  # type: ignore[method-assign]
+    one = house.add("one", models=(adapter.id,))
+    other = house.add("other", models=(f"{base.id}:polite",))
+    async with house.client() as client:
+        listed = [
+            [model["name"] for model in answer.json()["models"]]
+            for secret in (one, other)
+            if (answer := await client.get("/api/ps", headers=bearer(secret)))
+        ]
+
+    assert listed == [[adapter.id], []]
 
 
 async def test_with_keys_names_do_not_matter(house: House) -> None:

@@ -31,6 +31,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from appliance.checkpoints.adapters import Adapter
 from appliance.checkpoints.drafts import Speculation, check_drafts
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.engines.protocol import DraftUse
@@ -68,13 +69,18 @@ _SPECULATION: Final = "speculation"
 
 
 def draft_args(
-    speculation: Speculation | None, checkpoint: ModelConfig, task: Task, device: Device, ranks: int
+    speculation: Speculation | None,
+    checkpoint: ModelConfig,
+    task: Task,
+    device: Device,
+    ranks: int,
+    adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
     """vLLM's arguments for a model with drafts; none without. Raises `UnsupportedModel` for one
-    that may not have drafts."""
+    that may not have drafts, such as one with adapters."""
     if speculation is None:
         return {}
-    check_drafts(checkpoint, task, on_cpu=device.host_memory, ranks=ranks)
+    check_drafts(checkpoint, task, on_cpu=device.host_memory, ranks=ranks, adapters=bool(adapters))
     return {
         "speculative_config": {
             "method": "custom_class",

@@ -97,7 +97,7 @@ class CheckpointImage:
         """`verify`: the first time, compare the files with their folder's checksums, if any."""
         self._files = tuple(files)
         self._cpus = cpus
-        self._unverified: list[Path] = [files[0].path.parent] if verify else []
+        self._unverified: list[Path] = _folders(files) if verify else []
         self._pieces = list(_all_pieces(layout, ingredients, packings))
 
     @property
@@ -207,6 +207,8 @@ class _Bench:
         stored = self._multiplied(raw.view(write.origin.dtype), write.origin)
         source = stored.as_strided(sizes, [axis.source for axis in write.axes], 0)
         target.copy_(-torch.exp(source.float()) if write.origin.decays else source)
+        if write.origin.factor != 1.0:
+            target.mul_(write.origin.factor)
 
     def _multiplied(self, stored: torch.Tensor, origin: Origin) -> torch.Tensor:
         """Numbers as they are read, multiplied by their factors, if they have any."""
@@ -248,11 +250,10 @@ def made_from(
     recipe = hashlib.sha256()
     for tensor in layout.tensors:
         recipe.update(repr((tensor.name, ingredients[tensor.name])).encode())
-    sums = files[0].path.with_name(SUMS)
     checked = ""
-    if verify:
+    for sums in (folder / SUMS for folder in _folders(files) if verify):
         with io_errors(sums), contextlib.suppress(FileNotFoundError):
-            checked = hashlib.sha256(sums.read_bytes()).hexdigest()
+            checked += hashlib.sha256(sums.read_bytes()).hexdigest()
     return {
         "files": [[str(file.path), file.nbytes, file.mtime_ns, file.inode] for file in files],
         "sums": checked,
@@ -264,6 +265,11 @@ def made_from(
     }
 
 
+def _folders(files: Sequence[WeightFile]) -> list[Path]:
+    """Of the checkpoint first, then of what else has files, such as adapters."""
+    return list(dict.fromkeys(file.path.parent for file in files))
+
+
 def _is_read(write: Write, dtype: torch.dtype) -> bool:
     """Whether a write takes neighbouring bytes as they are."""
     origin = write.origin
@@ -272,6 +278,7 @@ def _is_read(write: Write, dtype: torch.dtype) -> bool:
         and isinstance(origin, Origin)
         and origin.dtype == dtype
         and not origin.decays
+        and origin.factor == 1.0
         and origin.factors is None
     )
 

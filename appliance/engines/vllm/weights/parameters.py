@@ -143,10 +143,11 @@ def check_moved(
         elif isinstance(linear, PackedLinear) or getattr(linear, "__closure__", None):
             raise PrivateWeights(f"{name} multiplies with a packed copy of its weight")
         for attribute, value in vars(module).items():
-            if not isinstance(value, torch.Tensor) or value.ndim < 2:
-                continue
-            if value.data_ptr() not in region and value.data_ptr() not in kv:
-                raise PrivateWeights(f"{name}.{attribute} is a tensor of the layer's own")
+            for tensor in value if isinstance(value, tuple | list) else (value,):
+                if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or not tensor.numel():
+                    continue
+                if tensor.data_ptr() not in region and tensor.data_ptr() not in kv:
+                    raise PrivateWeights(f"{name}.{attribute} is a tensor of the layer's own")
 
 
 def _is_linear(module: torch.nn.Module, head_dtypes: set[torch.dtype | None]) -> bool:

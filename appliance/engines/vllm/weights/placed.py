@@ -13,6 +13,7 @@ import torch
 
 from appliance.engines.protocol import Verdict
 from appliance.engines.vllm.device import Device
+from appliance.engines.vllm.lora.stacks import stack_adapters
 from appliance.engines.vllm.weights import parameters
 from appliance.engines.vllm.weights.convolutions import forget_unpacked
 from appliance.engines.vllm.weights.loading import CheckpointImage, made_from
@@ -56,6 +57,8 @@ class PlacedWeights(NamedTuple):
         when they are first read.
         """
         forget_unpacked(model)
+        if recorded.adapters:
+            stack_adapters(model, recorded)
         ingredients = recorded.ingredients(model)
         packings = parameters.pack(model)
         layout = parameters.plan(model, ingredients, packings)

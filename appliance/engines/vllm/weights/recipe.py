@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models import adapters
 
 from appliance.checkpoints import floats
+from appliance.checkpoints.adapters import Adapter
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
 from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
@@ -69,14 +70,18 @@ class Origin(NamedTuple):
     rates at which it decays (Mamba's A)."""
     factors: FactorsOrigin | None = None
     """What each number of the file is multiplied by, if they are floats of 8 bits."""
+    factor: float = 1.0
+    """What each number is multiplied with, once it has the parameter's type (LoRA's B)."""
 
     def __repr__(self) -> str:
-        """Without factors where there are none: digests of kept images are made of it, and those
-        that were made before there were any are to stay valid."""
-        known = self._asdict()
-        if self.factors is None:
-            del known["factors"]
-        return f"Origin({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+        """Names no field that has its default and came later: kept images are known by this text
+        (`loading.made_from`)."""
+        said = [f"{name}={getattr(self, name)!r}" for name in ("file", "offset", "dtype", "decays")]
+        if self.factors is not None:
+            said.append(f"factors={self.factors!r}")
+        if self.factor != 1.0:
+            said.append(f"factor={self.factor!r}")
+        return f"Origin({', '.join(said)})"
 
 
 class Axis(NamedTuple):
@@ -180,20 +185,35 @@ class LayerRecipe:
 class RecipeRecording:
     """What vLLM did with the placeholders of `files`; filled by the loader of one build."""
 
-    def __init__(self, files: Sequence[WeightFile], dense_files: Sequence[WeightFile] = ()) -> None:
+    def __init__(
+        self,
+        files: Sequence[WeightFile],
+        dense_files: Sequence[WeightFile] = (),
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
         """`dense_files` are those of dense layers behind the pooling, each in a folder."""
-        self.files = (*files, *dense_files)
+        self.adapters = adapters
+        self.adapter_files = len(files) + len(dense_files)
+        """The number of the first adapter's file; the others follow."""
+        self.files = (*files, *dense_files, *(adapter.file for adapter in adapters))
         self.recorder = _Recorder(find(files))
         self._models_files = len(files)
         self._dense: dict[str, torch.nn.Linear] = {}
         self._layers: dict[int, LayerRecipe] = {}
         """Of parameters that a layer's tensors are converted to."""
+        self._noted: dict[int, Ingredients] = {}
+        """Of parameters that vLLM does not load."""
 
     def expect_dense(self, layer: torch.nn.Linear, folder: str) -> None:
         """The weights of a dense layer are in a folder of the checkpoint. vLLM makes a layer for
         each way of pooling: they share."""
         first = self._dense.setdefault(folder, layer)
         layer.weight, layer.bias = first.weight, first.bias
+
+    def note(self, parameter: torch.nn.Parameter, made_of: Ingredients) -> None:
+        """A parameter that vLLM does not load is made of this."""
+        self.recorder.keep(parameter)
+        self._noted[_key(parameter)] = made_of
 
     def load(self, model: torch.nn.Module) -> None:
         """Have vLLM load placeholders into the model, whose parameters stay untouched.
@@ -203,7 +223,8 @@ class RecipeRecording:
         """
         if getattr(model, "secondary_weights", ()):
             raise UnsupportedCheckpoint(f"{type(model).__name__} wants weights from elsewhere, too")
-        folders = [file.path.parent.name for file in self.files[self._models_files :]]
+        dense = self.files[self._models_files : self.adapter_files]
+        folders = [file.path.parent.name for file in dense]
         if list(self._dense) != folders:  # vLLM logs what it cannot make a layer of, and goes on
             raise UnsupportedCheckpoint(f"vLLM makes no dense layers of {', '.join(folders)}")
         if self._dense:  # vLLM keeps them where a model's parameters are not looked for
@@ -235,7 +256,7 @@ class RecipeRecording:
         numbers = {
             file.path.parent.name: number
             for number, file in enumerate(self.files)
-            if number >= self._models_files
+            if self._models_files <= number < self.adapter_files
         }
         for folder, layer in self._dense.items():
             number = numbers[folder]
@@ -269,6 +290,9 @@ class RecipeRecording:
 
     def _ingredients(self, name: str, parameter: torch.nn.Parameter) -> Ingredients:
         key = _key(parameter)
+        if (noted := self._noted.get(key)) is not None:
+            _check_coverage(name, noted.elements, noted.writes)
+            return noted
         if key in self._layers:
             return Ingredients(parameter.dtype, tuple(parameter.shape), (), layer=self._layers[key])
         key, packing = self.recorder.packings.get(key, (key, None))
@@ -289,10 +313,12 @@ _current: ContextVar[RecipeRecording] = ContextVar("recording")
 
 @contextmanager
 def recording(
-    files: Sequence[WeightFile], dense_files: Sequence[WeightFile] = ()
+    files: Sequence[WeightFile],
+    dense_files: Sequence[WeightFile] = (),
+    adapters: Sequence[Adapter] = (),
 ) -> Iterator[RecipeRecording]:
     """The engine built in this context reads no weights: its recipe is recorded instead."""
-    made = RecipeRecording(files, dense_files)
+    made = RecipeRecording(files, dense_files, adapters)
     token = _current.set(made)
     try:
         yield made

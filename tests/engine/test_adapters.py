@@ -1,0 +1,340 @@
+"""LoRA adapters: the tokens of plain vLLM with the same adapter, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+
+from appliance.checkpoints.adapters import TRIED, AdapterPlace
+from appliance.checkpoints.drafts import Speculation
+from appliance.checkpoints.families import UnsupportedModel
+from appliance.config.schema import Adapter, Devices, Model
+from appliance.config.sizing import least, read_model
+from appliance.engines.protocol import Verdict
+from appliance.engines.vllm.lora.products import BASE, AdapterProducts
+from appliance.engines.vllm.weights.recipe import Origin
+from appliance.errors import CheckpointError
+from appliance.memory.weight_cache.image_file import image_name
+from appliance.units import Bytes, Memory
+from tests.engine.house import (
+    EOS,
+    SLAB,
+    VOCAB,
+    House,
+    PlainAnswers,
+    Sampling,
+    make_house,
+    save_tokenizer,
+    sequence,
+)
+from tests.engine.player import prompts
+from tests.lora import ATTENTION, make_adapter
+
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+SLABS = 40
+CONTEXT = 1024
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+MISTRAL = "mistral-gqa"
+SERVED = {
+    "LlamaForCausalLM": "llama-mha",
+    "MistralForCausalLM": MISTRAL,
+    "Qwen2ForCausalLM": "qwen2-gqa",
+    "Qwen3ForCausalLM": "qwen3-128",
+}
+HALF = "llama-bf16"
+LLAMA = SERVED["LlamaForCausalLM"]
+
+
+def three(folder: Path, base: str) -> tuple[AdapterPlace, ...]:
+    """Adapters that differ in what they change, in ranks, in types and in how they are scaled."""
+    return (
+        AdapterPlace("all", make_adapter(folder / "all", base, seed=1)),
+        AdapterPlace(
+            "some",
+            make_adapter(
+                folder / "some",
+                base,
+                rank=3,
+                targets=("q_proj", "down_proj"),
+                dtype="bfloat16",
+                seed=2,
+                use_rslora=True,
+            ),
+        ),
+        AdapterPlace(
+            "patterns",
+            make_adapter(
+                folder / "patterns",
+                base,
+                rank=16,
+                targets=ATTENTION,
+                seed=3,
+                ranks={"o_proj": 5},
+                alpha_pattern={"layers.1.self_attn.q_proj": 3},
+            ),
+        ),
+    )
+
+
+def configured(name: str, path: str, dtype: Any, adapters: Sequence[AdapterPlace]) -> Model:
+    tables = tuple(Adapter(name=one.name, path=one.path) for one in adapters)
+    return Model(name=name, path=path, dtype=dtype, max_context=CONTEXT, adapters=tables)
+
+
+def ask(adapters: Sequence[AdapterPlace]) -> list[tuple[tuple[int, ...], AdapterPlace | None]]:
+    """The same prompts of the base and of every adapter, of one after the other."""
+    return [(prompt, one) for prompt in prompts(LLAMA) for one in (None, *adapters)]
+
+
+def add(engine: Any, name: str, prompt: tuple[int, ...], adapter: str | None) -> None:
+    named = adapter and LoRARequest(f"{engine.model}:{adapter}", 1, "/nowhere")
+    engine.add(sequence(engine.model, name, prompt, GREEDY, lora_request=named))
+
+
+def plain(
+    answer: PlainAnswers, path: str, dtype: str, adapters: Sequence[AdapterPlace]
+) -> list[list[int]]:
+    """Prompts of one adapter at a time, and of the base without any: where a batch has both, vLLM's
+    code for CPUs computes the base's tokens with the last adapter."""
+    asked = ask(adapters)
+    found: dict[int, list[int]] = {}
+    for adapter in (None, *adapters):
+        mine = [number for number, (_, place) in enumerate(asked) if place == adapter]
+        lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": 16}
+        named = adapter and (adapter.name, 1 + adapters.index(adapter), adapter.path)
+        told = answer(
+            path,
+            dtype,
+            [asked[number][0] for number in mine],
+            [GREEDY] * len(mine),
+            adapters=[named] * len(mine) if named else (),
+            skip_tokenizer_init=True,
+            **lora,
+        )
+        found |= {number: one["sequences"][0] for number, one in zip(mine, told, strict=True)}
+    return [found[number] for number in range(len(asked))]
+
+
+class Batch:
+    """Requests of a base and its adapters, of which nothing but the host tier survives a turn."""
+
+    def __init__(self, house: House, engine: Any, adapters: Sequence[AdapterPlace]) -> None:
+        self.house, self.engine = house, engine
+        self.outputs: dict[str, list[int]] = {}
+        self.places = {}
+        for number, (prompt, adapter) in enumerate(ask(adapters)):
+            name = f"{engine.model}/{number}"
+            add(engine, name, prompt, adapter.name if adapter else None)
+            self.outputs[name] = []
+            self.places[name] = house.swap_places(engine, len(prompt) + GREEDY["max_tokens"])
+        self.live = list(self.outputs)
+
+    def turn(self, steps: int) -> None:
+        """Weights and KV in, a few steps, everything out."""
+        self.engine.begin_load().wait()
+        for name in self.live:
+            if self.outputs[name]:
+                self.engine.swap_in(name, self.places[name], SLABS)
+            else:
+                self.take(self.engine.prefill(name, SLABS))
+        for _ in range(steps):
+            self.take(self.engine.step(self.live, SLABS))
+        for name in self.live:
+            self.house.swap_out(self.engine, name, self.places[name])
+        assert self.engine.trim(0).slabs == 0
+        self.engine.evict_weights()
+
+    def take(self, produced: Any) -> None:
+        for one in produced:
+            self.outputs[one.request].append(one.token)
+            if one.finished:
+                self.live.remove(one.request)
+
+    def answers(self) -> list[list[int]]:
+        while self.live:
+            self.turn(4)
+        return list(self.outputs.values())
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    import transformers
+
+    folder = tmp_path_factory.mktemp("mistral")
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=None,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(5)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def test_all_architectures_are_tried() -> None:
+    assert SERVED.keys() == TRIED
+
+
+@pytest.mark.parametrize("name", [*SERVED.values(), HALF])
+def test_outputs_equal_plain_vllm(
+    tmp_path: Path,
+    checkpoints: dict[str, str],
+    mistral: str,
+    plain_answers: PlainAnswers,
+    name: str,
+) -> None:
+    """Of three adapters and their base in one batch, with everything evicted every few tokens."""
+    dtype = "bfloat16" if name == HALF else "float32"
+    path = {**checkpoints, MISTRAL: mistral}[name]
+    adapters = three(tmp_path, path)
+    house = make_house()
+
+    engine = house.build(name, path, dtype=dtype, adapters=adapters)
+    known = least(read_model(configured(name, path, dtype, adapters), DEVICES), CONTEXT, DEVICES)
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    found = Batch(house, engine, adapters).answers()
+
+    assert found == plain(plain_answers, path, dtype, adapters)
+    by_adapter = [found[number::4] for number in range(4)]
+    assert all(one != other for one in by_adapter[1:] for other in by_adapter[:1])
+    engine.begin_load().wait()
+    assert engine.verify() is Verdict.OK
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, str]
+) -> tuple[House, Any]:
+    """Two adapters of a Llama."""
+    adapters = three(tmp_path_factory.mktemp("adapters"), checkpoints[LLAMA])[:2]
+    house = make_house()
+    return house, house.build(LLAMA, checkpoints[LLAMA], adapters=adapters)
+
+
+def test_prefixes_are_shared_within_an_adapter_only(served: tuple[House, Any]) -> None:
+    """A prompt that was computed with one adapter, or none, is not known with another."""
+    _, engine = served
+    prompt = tuple(range(3, 99))
+    engine.begin_load().wait()
+    for adapter in (None, "all", "some"):
+        name = adapter or "base"
+        add(engine, name, prompt, adapter)
+        engine.begin_prefill(name, SLABS)
+        assert engine.tokens_left(name) == len(prompt), "nothing of it is cached"
+        while not engine.step((), SLABS, (name,), CONTEXT):
+            pass
+    add(engine, "again", prompt, "some")
+    engine.begin_prefill("again", SLABS)
+
+    assert engine.tokens_left("again") == len(prompt) - 64
+
+    for name in ("base", "all", "some", "again"):
+        engine.forget(name)
+    engine.evict_weights()
+
+
+def test_a_request_names_an_adapter_of_the_model(served: tuple[House, Any]) -> None:
+    """Whatever else it says of it: a path of the client's is never looked at."""
+    _, engine = served
+
+    with pytest.raises(ValueError, match="llama-mha has no adapter llama-mha:other"):
+        add(engine, "unknown", (5, 6), "other")
+
+    assert not engine.knows("unknown")
+
+
+def test_a_model_with_adapters_has_no_drafts(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    adapters = three(tmp_path, checkpoints[LLAMA])
+    with pytest.raises(UnsupportedModel, match="not tried with LoRA adapters"):
+        make_house().build(
+            LLAMA, checkpoints[LLAMA], adapters=adapters, speculation=Speculation(4, 2, 5)
+        )
+
+
+def test_adapters_are_verified(served: tuple[House, Any]) -> None:
+    """They lie in the master image, and one bit of one is seen."""
+    house, engine = served
+    layout = engine._placed.weights.layout
+    offset = next(
+        start
+        for tensor, start in zip(layout.tensors, layout.offsets, strict=True)
+        if tensor.name == "model.layers.1.mlp.down_proj.lora_b_stacked_0"
+    )
+    engine.begin_load().wait()
+    assert engine.verify() is Verdict.OK
+
+    slab, start = divmod(offset + 3, SLAB)
+    byte = house.host.view(house.images[LLAMA][slab] + start, 1)
+    byte[0] ^= 1
+    assert engine.verify() is Verdict.DIFFERS
+    byte[0] ^= 1
+
+    engine.evict_weights()
+
+
+def test_a_replaced_file_is_not_read(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    path = make_adapter(tmp_path / "one", checkpoints[LLAMA])
+    house = make_house()
+    engine = house.build(LLAMA, checkpoints[LLAMA], adapters=[AdapterPlace("one", path)])
+    Path(path, "adapter_model.safetensors").write_bytes(b"something else")
+
+    with pytest.raises(CheckpointError, match="adapter_model"):
+        engine.store_weights(house.images[LLAMA], fill=True)
+
+
+def test_images_with_other_adapters_are_kept_apart() -> None:
+    """Models of one checkpoint do not replace each other's."""
+    adapters: list[list[str]] = [[], ["/a"], ["/b"], ["/a", "/b"]]
+
+    names = {image_name("/m", "float32", 0, 1, paths) for paths in adapters}
+
+    assert len(names) == len(adapters)
+
+
+def test_kept_images_of_other_models_stay_valid() -> None:
+    """They are known by the text of what they are made from, as it was before adapters."""
+    plain = Origin(0, 8, torch.float32)
+
+    assert repr(plain) == "Origin(file=0, offset=8, dtype=torch.float32, decays=False)"
+    assert repr(plain._replace(factor=2.0)) != repr(plain)
+
+
+@pytest.mark.parametrize(
+    "tokens_of", [[40, 0, 0], [9, 3, 0, 1], [2] * 8, [1, 5, 17, 2, 9, 0, 3], [3] + [600] * 4]
+)
+def test_products(tokens_of: list[int]) -> None:
+    """Of tokens of several adapters, the first being none, in any order; an output that no adapter
+    changes lies between two that they do."""
+    dice = torch.Generator().manual_seed(1)
+    slots = [adapter - 1 for adapter, count in enumerate(tokens_of) for _ in range(count)]
+    slots = [slots[i] for i in torch.randperm(len(slots), generator=dice).tolist()]
+    adapters, sizes = len(tokens_of), (6, 4, 10)
+    a = [torch.randn(adapters, 1, r, 8, generator=dice) for r in (3, 0, 5)]
+    b = [
+        torch.randn(adapters, 1, size, r, generator=dice)
+        for size, r in zip(sizes, (3, 0, 5), strict=True)
+    ]
+    x, base = (torch.randn(len(slots), width, generator=dice) for width in (8, 20))
+    products, y = AdapterProducts(adapters), base.clone()
+
+    products.begin(slots)
+    products.add_lora_linear(y, x, a, b, 1.0, sizes)
+
+    for row, slot in enumerate(slots):
+        added = [b[i][slot, 0] @ (a[i][slot, 0] @ x[row]) for i in range(3)]
+        expected = base[row] + (torch.cat(added) if slot != BASE else 0)
+        torch.testing.assert_close(y[row], expected)
