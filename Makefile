@@ -37,7 +37,13 @@ $(VENV)/.cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements/torch
 	}
 	@touch $@
 
-$(VENV)/.appliance: pyproject.toml $(VENV)/.cpu
+# Not among the other packages: appliance/platform/torchvision.py.
+$(VENV)/.images: requirements/images.txt $(VENV)/.cpu
+	rm -rf $(VENV)/image-libraries
+	$(PIP) install -qq $(PINNED) --target $(VENV)/image-libraries -r requirements/images.txt
+	@touch $@
+
+$(VENV)/.appliance: pyproject.toml $(VENV)/.cpu $(VENV)/.images
 	$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -25,6 +25,7 @@ from pins import REQUIREMENTS, Pin, read
 LISTS: Final = {
     "cpu.txt": "engine-cpu",
     "gpu.txt": "engine-gpu",
+    "images.txt": "images-cpu",
     "torch-cpu.txt": "torch-cpu",
     "torch-cuda.txt": "torch-cuda",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,6 +15,7 @@ from appliance.checkpoints.families import BF16, UnsupportedModel, check_family
 from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.language_models import (
     MEDIA,
+    image_tensors,
     language_tensors,
     processor_template,
     served_architecture,
@@ -103,14 +104,21 @@ class CatalogEntry:
 
 
 def read_checkpoint(
-    name: str, path: Path, dtype: str = "auto", task: AskedTask = "auto", *, cuda: bool = False
+    name: str,
+    path: Path,
+    dtype: str = "auto",
+    task: AskedTask = "auto",
+    *,
+    cuda: bool = False,
+    images: int = 0,
 ) -> CatalogEntry:
     """Describe the checkpoint in `path` as it will be served: on GPUs, if `cuda`, else on the CPU.
 
     `dtype` "auto" is the stored type, but bfloat16 for float32. The weights are without tensors
     that an engine leaves out, such as the output head of a model that embeds or scores, or what
     reads images. A head that is tied to the embedding is the embedding, whether the files have it
-    or not, but where the CPU packs weights: rows for one, packed for the other.
+    or not, but where the CPU packs weights: rows for one, packed for the other. What reads images
+    is counted if prompts may have some.
 
     Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
     missing or damaged, or says something that cannot be served (`UnsupportedModel`, if no model
@@ -118,10 +126,9 @@ def read_checkpoint(
     """
     config = _checked_config(path)
     architecture = config.architecture
-    headers = [language_tensors(read_header(file), architecture) for file in weight_files(path)]
+    files = [read_header(file) for file in weight_files(path)]
+    headers = [language_tensors(file, architecture) for file in files]
     resolved = _resolve_dtype(config, dtype, path)
-    hidden = config.integer("hidden_size")
-    vocabulary = config.integer("vocab_size")
     layers = kv_layers.layers(config)
     tensors = [tensor for header in headers for tensor in header.tensors]
     if wrong := quantization.why_not_tensors(config, tensors):
@@ -130,22 +137,10 @@ def read_checkpoint(
     kept = [
         tensor for tensor in tensors if not (_is_left_out(tensor, layers) or tensor.name in unused)
     ]
-    heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
-    weight_bytes = tensor_bytes(kept, resolved)
-    element = BYTES_PER_ELEMENT[resolved]
-    weight_bytes += quantization.widened_bytes(config, kept, element)
-    own_task, tied = read_task(path, task), config.get("tie_word_embeddings")
-    generates = own_task is Task.GENERATE
-    if architecture in MEDIA:  # the file says it in one of two places, or in neither
-        tied = not heads_stored
-    if tied or not generates:
-        weight_bytes -= tensor_bytes(heads_stored, resolved)
-        weight_bytes -= quantization.widened_bytes(config, heads_stored, element)
-    packed_alone = served_architecture(config) not in _HEAD_IS_EMBEDDING
-    if tied and generates and packed_alone and not cuda and packs(resolved):
-        width = config.integer("word_embed_proj_dim", default=hidden)
-        weight_bytes += vocabulary * width * element
-    weight_bytes += _dense_bytes(path) if own_task is Task.EMBED else 0
+    own_task = read_task(path, task)
+    weight_bytes = _weight_bytes(config, kept, resolved, own_task, cuda=cuda)
+    readers = image_tensors(files, architecture) if images else []
+    weight_bytes += tensor_bytes(readers, resolved)
     return CatalogEntry(
         name=name,
         path=path,
@@ -154,10 +149,10 @@ def read_checkpoint(
         layers=layers,
         heads=kv_layers.heads(config),
         kv_heads=kv_layers.kv_heads(config),
-        kv=kv_layers.kv_layers(config, element, cuda=cuda),
-        max_positions=_max_positions(config, pools=not generates),
+        kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
+        max_positions=_max_positions(config, pools=own_task is not Task.GENERATE),
         weight_bytes=weight_bytes,
-        parameters=quantization.parameters(config, tensors),
+        parameters=quantization.parameters(config, tensors) + elements(readers),
         created=max(header.mtime_ns for header in headers) // 10**9,
     )
 
@@ -174,6 +169,27 @@ def _checked_config(path: Path) -> ModelConfig:
         )
     processor_template(path)
     return config
+
+
+def _weight_bytes(
+    config: ModelConfig, kept: Sequence[TensorEntry], dtype: str, task: Task, *, cuda: bool
+) -> int:
+    """What the tensors take that are kept of a model of text, and what is made besides of them."""
+    heads = [tensor for tensor in kept if _HEAD.search(tensor.name)]
+    hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
+    weight_bytes = tensor_bytes(kept, dtype)
+    weight_bytes += quantization.widened_bytes(config, kept, BYTES_PER_ELEMENT[dtype])
+    tied, generates = config.get("tie_word_embeddings"), task is Task.GENERATE
+    if config.architecture in MEDIA:  # the file says it in one of two places, or in neither
+        tied = not heads
+    if tied or not generates:
+        weight_bytes -= tensor_bytes(heads, dtype)
+        weight_bytes -= quantization.widened_bytes(config, heads, BYTES_PER_ELEMENT[dtype])
+    packed_alone = served_architecture(config) not in _HEAD_IS_EMBEDDING
+    if tied and generates and packed_alone and not cuda and packs(dtype):
+        width = config.integer("word_embed_proj_dim", default=hidden)
+        weight_bytes += vocabulary * width * BYTES_PER_ELEMENT[dtype]
+    return weight_bytes + (_dense_bytes(config.path) if task is Task.EMBED else 0)
 
 
 def _dense_bytes(path: Path) -> int:
@@ -219,6 +235,11 @@ def tensor_bytes(tensors: Iterable[TensorEntry], dtype: str) -> int:
         else tensor.nbytes
         for tensor in tensors
     )
+
+
+def elements(tensors: Iterable[TensorEntry]) -> int:
+    """How many numbers tensors have."""
+    return sum(math.prod(tensor.shape) for tensor in tensors)
 
 
 def _resolve_dtype(config: ModelConfig, wanted: str, path: Path) -> str:

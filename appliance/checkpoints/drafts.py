@@ -32,17 +32,24 @@ OTHERWISE: Final = "leave speculate out"
 
 
 def check_drafts(
-    config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int, adapters: bool = False
+    config: ModelConfig,
+    task: Task,
+    *,
+    on_cpu: bool,
+    ranks: int,
+    images: int = 0,
+    adapters: bool = False,
 ) -> None:
-    """Raise `UnsupportedModel` for a model that may not have drafts."""
-    found = _why_not(config, task, on_cpu=on_cpu, ranks=ranks)
+    """Raise `UnsupportedModel` for a model that may not have drafts. Its prompts have so many
+    `images` at most."""
+    found = _why_not(config, task, on_cpu=on_cpu, ranks=ranks, images=images)
     if not found and adapters:
         found = "drafts were not tried with LoRA adapters: a model may have one or the other"
     if found:
         raise UnsupportedModel(f"{config.path}: {found}", OTHERWISE)
 
 
-def _why_not(config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int) -> str:
+def _why_not(config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int, images: int) -> str:
     name = config.architecture
     if task is not Task.GENERATE:
         return f"{name} generates no text here, so there is nothing to draft"
@@ -57,4 +64,6 @@ def _why_not(config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int) -> st
         return "drafts were tried on the CPU only"
     if ranks > 1:
         return "drafts were not tried on several ranks"
+    if images:
+        return f"drafts were not tried with images in prompts (`images` is {images})"
     return ""

@@ -4,14 +4,14 @@ of text that they are. What reads images (towers, and projectors behind them) is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from appliance.checkpoints import floats
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
-from appliance.checkpoints.safetensors import WeightFile
+from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.errors import CheckpointError
 
 
@@ -44,6 +44,17 @@ MEDIA: Final[Mapping[str, Media]] = {
 }
 """By architecture. These are what `tests/engine/test_language_models.py` serves: of others it is
 not known what is to be left out, and how the rest is to be computed."""
+
+READS_IMAGES: Final = frozenset(
+    {
+        "Gemma3ForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+    }
+)
+"""Those of `MEDIA` that are served whole where `images` says so. These are what
+`tests/engine/test_image_prompts.py` serves."""
 
 _RENAMED: Final = (
     ("model.language_model.", "model."),
@@ -78,9 +89,38 @@ def language_tensors(file: WeightFile, architecture: str) -> WeightFile:
         tensors=tuple(
             tensor._replace(name=_renamed(tensor.name))
             for tensor in file.tensors
-            if tensor.name.removeprefix("model.").partition(".")[0] not in media.towers
+            if _part(tensor.name) not in media.towers
         ),
     )
+
+
+def image_tensors(files: Iterable[WeightFile], architecture: str) -> list[TensorEntry]:
+    """The tensors that `language_tensors` leaves out, under their own names."""
+    media = MEDIA.get(architecture)
+    return [
+        tensor
+        for file in files
+        for tensor in file.tensors
+        if media is not None and _part(tensor.name) in media.towers
+    ]
+
+
+def why_no_images(
+    config: ModelConfig, *, ranks: int = 1, cuda: bool = False, libraries: bool = True
+) -> str:
+    """Why the checkpoint's model cannot be served with images: of so many `ranks`, on a GPU if
+    `cuda`, with torchvision if `libraries`; empty if it can."""
+    if config.architecture not in READS_IMAGES:
+        return f"images of {config.architecture} are not served, only text"
+    if config.get("quantization_config"):
+        return "images of quantized checkpoints are not served, only text"
+    if cuda:
+        return "images are not served on GPUs by this version, only text"
+    if ranks > 1:
+        return "images are not served by several ranks, only text"
+    if not libraries:
+        return "torchvision is not there, which models that read images need: run `make install`"
+    return ""
 
 
 def language_config(config: Any) -> Any:
@@ -128,6 +168,11 @@ def processor_template(path: Path) -> str:
     if not isinstance(template, str) or "{" not in template:  # vLLM would take it for a path
         raise CheckpointError(f"{file}: chat_template is no template")
     return template
+
+
+def _part(name: str) -> str:
+    """What part of the whole a tensor is of."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def _renamed(name: str) -> str:

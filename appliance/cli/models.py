@@ -126,10 +126,16 @@ def show(model: str, url: str, as_json: bool) -> None:
         click.echo(f"{name:<{width}}  {value}")
 
 
+def _media(images: int) -> str:
+    if not images:
+        return "text only, no images"
+    return f"text, and up to {images} image{'s' * (images > 1)} in a prompt"
+
+
 def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("architecture", facts["architecture"]),
-        *([("reads", "text only, no images")] * (facts["architecture"] in MEDIA)),
+        *([("reads", _media(facts["images"]))] * (facts["architecture"] in MEDIA)),
         ("parameters", _count(facts["parameters"])),
         ("context", f"{facts['max_context_tokens']} tokens"),
         ("computed in", facts["dtype"]),

@@ -15,7 +15,7 @@ from appliance.checkpoints.adapters import MAX_ADAPTERS, UnsupportedAdapter, ful
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.drafts import METHOD, OTHERWISE, check_drafts
 from appliance.checkpoints.families import UnsupportedModel, is_tried
-from appliance.checkpoints.language_models import MEDIA
+from appliance.checkpoints.language_models import MEDIA, READS_IMAGES, why_no_images
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.problems import ProblemReport
@@ -30,6 +30,7 @@ from appliance.config.schema import (
 )
 from appliance.config.sizing import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
+from appliance.platform import torchvision
 from appliance.platform.admin_socket import AdminSocketError, group_id
 from appliance.platform.tls import problem_with
 from appliance.policies import loader as policies
@@ -60,6 +61,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
         entries = _read_checkpoints(config, report)
         _check_tasks(config, entries, report)
         _check_heads(config, entries, report)
+        _check_images(config, report)
         _check_drafts(config, entries, report)
         check_sizes(config, entries, report)
 
@@ -190,6 +192,24 @@ def _check_adapter_names(
         seen.add(adapter.name)
 
 
+def _check_images(config: Config, report: ProblemReport) -> None:
+    devices = config.devices
+    for index, model in enumerate(config.models):
+        if not model.images:
+            continue
+        try:
+            wrong = why_no_images(
+                read_model_config(Path(model.path)),
+                ranks=devices.tensor_parallel,
+                cuda=devices.cuda,
+                libraries=torchvision.is_there(),
+            )
+        except (CheckpointError, OSError):  # which is a problem of its own
+            continue
+        if wrong:
+            report.add(("model", index, "images"), wrong, "use images = 0")
+
+
 def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry | None]:
     entries: list[CatalogEntry | None] = []
     for index, model in enumerate(config.models):
@@ -260,6 +280,7 @@ def _check_drafts(
                 check_task(entry.path, model.task),
                 on_cpu=not devices.cuda,
                 ranks=devices.tensor_parallel,
+                images=model.images,
                 adapters=bool(model.adapters),
             )
         except UnsupportedModel as error:
@@ -307,10 +328,11 @@ def _of_model(model: Model) -> str:
     """A warning if a model reads what is not served, or if no test serves its architecture."""
     try:
         checkpoint = read_model_config(Path(model.path))
-        if checkpoint.architecture in MEDIA:
+        if checkpoint.architecture in MEDIA and not model.images:
+            set_images = checkpoint.architecture in READS_IMAGES
             return (
                 f"model.{model.name}: {checkpoint.architecture} is served for text only; requests "
-                "with images are refused"
+                f"with images are refused{'; see images' if set_images else ''}"
             )
         if is_tried(checkpoint):
             return ""

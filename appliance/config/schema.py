@@ -30,6 +30,7 @@ from appliance.units import Address, Bytes, Memory, Seconds
 
 Scalar: TypeAlias = str | int | float | bool
 
+MAX_IMAGES: Final = 16
 MAX_LOGPROBS: Final = 1 << 18
 """As many tokens as the largest vocabularies have, nearly."""
 
@@ -668,6 +669,15 @@ class Model(Section, kw_only=True):
             "`--pooler-config` (docs/embeddings.md). What is left out is as its checkpoint says."
         ),
     ] = Pooler()
+    images: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_IMAGES,
+            description="Most images of a prompt. With 0, a model that reads images is served for "
+            "text only, and what reads them takes no memory.",
+        ),
+    ] = 0
     speculate: Annotated[
         Speculate,
         Meta(

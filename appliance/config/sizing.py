@@ -62,7 +62,9 @@ def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
 def read_model(model: Model, devices: Devices) -> CatalogEntry:
     """The model's checkpoint, as these devices will serve it. Raises `CheckpointError`."""
     path = Path(model.path)
-    entry = read_checkpoint(model.name, path, model.dtype, model.task, cuda=devices.cuda)
+    entry = read_checkpoint(
+        model.name, path, model.dtype, model.task, cuda=devices.cuda, images=model.images
+    )
     config = read_model_config(path)
     ranks = devices.tensor_parallel
     if devices.cuda:

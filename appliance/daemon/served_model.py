@@ -44,6 +44,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             state_bytes=self.state_bytes,
             max_context_tokens=self.spec.max_context_tokens,
             max_batch=self.spec.max_batch,
+            images=self.worker.images,
             path=self.worker.path,
         )
 
@@ -67,6 +68,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             max_logprobs=self.worker.max_logprobs,
             return_tokens_as_token_ids=self.return_tokens_as_token_ids,
             pooler_config=self.worker.pooler_config or {},
+            images=self.worker.images,
             adapters=self.adapters,
         )
 
@@ -102,6 +104,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             reasoning_parser=model.reasoning_parser,
             max_logprobs=model.max_logprobs,
             pooler_config=asked | ({"task": pooled} if pooled else {}),
+            images=model.images,
             adapters=adapter_places(model),
             speculation=model.speculate.chosen,
         ),

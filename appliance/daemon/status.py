@@ -131,6 +131,7 @@ class ModelActivities:
             dtype=served.dtype,
             weight_bytes=served.spec.weight_bytes,
             task=served.worker.task,
+            images=served.worker.images,
         )
 
     def one(self, name: ModelName) -> ModelActivity:

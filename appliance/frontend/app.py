@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from typing import Any, Final, TypeAlias, TypeGuard, cast
 from urllib.parse import parse_qs
@@ -40,12 +40,13 @@ from appliance.frontend.counts import (
     check_values,
 )
 from appliance.frontend.fields import IGNORED_HEADER, check
+from appliance.frontend.images import NO_IMAGES, Images, ImageTurns, find
 from appliance.frontend.serving.input_tokens import router as input_tokens_router
 from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.serving.stored import recall
 from appliance.frontend.serving.vllm_errors import VllmErrors
-from appliance.http.body_budget import BodiesFull, BodyBudget
-from appliance.http.errors import ApiError, as_refused
+from appliance.http.body_budget import BodiesFull, BodyBudget, client_of
+from appliance.http.errors import ApiError, BadRequest, as_refused
 from appliance.http.request_ids import request_id
 from appliance.service.front_frames import (
     DECIDING_HEADERS,
@@ -134,6 +135,7 @@ class FrontEnd:
         self._fronts = fronts
         self._ollama = ollama
         self.bodies = BodyBudget(welcome.max_bodies_bytes)
+        self._turns = ImageTurns()
         self.draining = False
         """Whether every answer closes its connection."""
         self.calls = 0
@@ -252,12 +254,15 @@ class FrontEnd:
         self, call: Call, scope: Any, send: Send, body: bytes, gone: asyncio.Event
     ) -> None:
         path: str = scope["path"]
+        sent = NO_IMAGES
         if path.startswith(OLLAMA):
             with contextlib.suppress(NotJson):  # Ollama's words for it come from where it is read
                 fields = fields_of(body)
                 check_size(call, path, fields)
+                sent = _images(call, path, fields, self._known(call, fields))
                 body = self._check(call, path, fields, body, reasons=True)
-            await self._ollama(scope, _body_then(body, gone), send)
+            async with self._turn(call, scope, sent, send) as send:
+                await self._ollama(scope, _body_then(body, gone), send)
             return
         if path == TOKENIZER_INFO:
             asked = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[-1]
@@ -278,7 +283,8 @@ class FrontEnd:
                 model = self._model(call, asked)
                 path = meant(path, fields, model.task, pools_tokens=model.pools_tokens)
                 check_task(call, path, model)
-                check_counts(call, path, fields, model)
+                sent = _images(call, path, fields, model)
+                check_counts(call, path, fields, model, sent)
                 reasons = model.reasoning_parser is not None
                 body = self._check(call, path, fields, body, reasons=reasons)
                 if asked is None:
@@ -293,7 +299,37 @@ class FrontEnd:
             "headers": _with_request_id(scope),
             "state": dict(scope["state"]),
         }
-        await vllm_stack()(inner, _body_then(body, gone), send)
+        async with self._turn(call, scope, sent, send) as send:
+            await vllm_stack()(inner, _body_then(body, gone), send)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, call: Call, scope: Any, sent: Images, send: Send) -> AsyncIterator[Send]:
+        """The turn of a call whose body has images, and what its answer is sent with: the client
+        takes its time to read that, so the turn is over when it begins. Raises `Refuse`."""
+        if not sent.images:
+            yield send
+            return
+
+        async def sending(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                call.on_submit()
+            await send(message)
+
+        try:
+            async with self._turns.turn(call, client_of(call.key, scope), sent):
+                yield cast(Send, sending)
+        except BadRequest as error:
+            raise Refuse(as_refused(error, call.number)) from error
+
+    def _known(self, call: Call, fields: Fields | None) -> FrontModel | None:
+        """The model that a body names, if the call may ask it."""
+        asked = {} if fields is None else fields.get("model")
+        if not _is_name(asked):
+            return None
+        with contextlib.suppress(UnknownModel):
+            model = self._fronts.resolve(asked)
+            return model if call.allows(model.name) else None
+        return None
 
     async def _recall(self, call: Call, path: str, fields: Fields, state: State) -> None:
         """Fetch the stored response that a body goes on from. Raises `Refuse` if there is none."""
@@ -366,14 +402,26 @@ def check_size(call: Call, path: str, fields: Fields | None) -> None:
         raise Refuse(as_refused(error, call.number)) from error
 
 
-def check_counts(call: Call, path: str, fields: Fields, model: FrontModel) -> None:
+def check_counts(
+    call: Call, path: str, fields: Fields, model: FrontModel, sent: Images = NO_IMAGES
+) -> None:
     """Raise `Refuse` for more of anything than a body may list, before time is spent on it."""
     try:
         check_messages(path, fields, model)
         check_tokens(path, fields, model)
-        check_tokenized(path, fields, model)
+        check_tokenized(path, fields, model, besides=sent.characters)
         if Task.GENERATE not in _TASKS.get(path, ("", frozenset(Task)))[1]:
             check_texts(fields, model)
+    except ApiError as error:
+        raise Refuse(as_refused(error, call.number)) from error
+
+
+def _images(call: Call, path: str, fields: Fields | None, model: FrontModel | None) -> Images:
+    """The images in a body, if its model reads images. Raises `Refuse`."""
+    if fields is None or model is None or not model.images:
+        return NO_IMAGES
+    try:
+        return Images(tuple(find(path, fields)), model.images)
     except ApiError as error:
         raise Refuse(as_refused(error, call.number)) from error
 

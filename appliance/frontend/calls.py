@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -34,6 +36,12 @@ class Call:
         """Of all vectors that its requests give."""
         self.listed_tokens = 0
         """Tokens that its requests list to end at, to prefer or to forbid."""
+        self.images: dict[int, str] = {}
+        """The names of those that may be decoded for it (`appliance.frontend.images`)."""
+        self.image_work: set[Future[Any]] = set()
+        """What threads do with them, and no cancelled call can stop once it has begun."""
+        self.on_submit: Callable[[], None] = lambda: None
+        """Called whenever a request of it is submitted."""
         self.requests: set[RequestId] = set()
         """Those that the core computes, or decides about."""
         self._submitted = False
@@ -58,6 +66,7 @@ class Call:
             self._submitted = True
             self.headers.append((REQUEST_HEADER, request))
         self.requests.add(request)
+        self.on_submit()
 
     def refuse(self, refusal: Refused) -> None:
         """Keep the first refusal, and say that the core has decided."""

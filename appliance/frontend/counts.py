@@ -134,12 +134,15 @@ def check_messages(path: str, fields: Mapping[str, Any], model: FrontModel) -> N
         raise BadRequest(message, name, "context_length_exceeded")
 
 
-def check_tokenized(path: str, fields: Mapping[str, Any], model: FrontModel) -> None:
+def check_tokenized(
+    path: str, fields: Mapping[str, Any], model: FrontModel, *, besides: int = 0
+) -> None:
     """Raise `BadRequest` for a text that is only to be made tokens, and is longer than any that the
-    model could be asked with: each token of it is listed in the answer."""
+    model could be asked with: each token of it is listed in the answer. So many characters
+    `besides` are images."""
     if path != "/tokenize":
         return
-    most = most_characters(model.max_context)
+    most = most_characters(model.max_context) + besides
     for name in ("prompt", "messages"):
         if (count := _characters(fields.get(name), most)) > most:
             raise _too_long(name, most, count)

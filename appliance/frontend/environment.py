@@ -8,6 +8,8 @@ import os
 import tempfile
 from typing import Final
 
+from appliance.frontend.image_files import MAX_PIXELS
+
 _SILENCED: Final = (
     "torch._library.triton",  # there is no Triton
     "vllm.entrypoints.anthropic.serving",  # system messages between others are merged
@@ -42,6 +44,7 @@ def prepare_environment() -> None:
         "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
         "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # the core's: appliance.frontend.serving.stored
+        "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),
         "VLLM_MEDIA_CONNECTOR": "refusing",  # appliance.frontend.serving.media
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # what the workers run
@@ -52,6 +55,9 @@ def prepare_environment() -> None:
 
 def import_vllm() -> None:
     """Import what serves, which takes seconds, and have vLLM ask for no device."""
+    from appliance.engines.vllm.images.libraries import provide_torchvision
+
+    provide_torchvision()
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 
@@ -73,6 +79,7 @@ def import_vllm() -> None:
     from appliance.frontend.serving.trimmed_text import trim_before_tokens
 
     check_seams()
+    media.bound_images()
     assert os.environ["VLLM_MEDIA_CONNECTOR"] == media.CONNECTOR
     replace_engine()
     replace_collector()

@@ -20,6 +20,7 @@ from appliance.access.admission import Admission
 from appliance.access.auth import Access, Caller, Credentials
 from appliance.access.keys import Scope
 from appliance.engines.protocol import GuideRefused, Produced
+from appliance.gateway.held_bodies import HeldBodies
 from appliance.gateway.responses import StoredResponse, StoredResponses
 from appliance.http.errors import as_api_error, as_refused
 from appliance.http.server_timing import server_timing
@@ -126,6 +127,7 @@ class Sessions:
         self.admission = admission
         self.live: set[RequestId] = set()
         """The ids of all requests of front ends that are not over."""
+        self.held = HeldBodies()
         self.responses = StoredResponses()
         self.guides: GuideChecker | None = None
         """Compiles guides before workers do; None: they do at once."""
@@ -410,6 +412,7 @@ class Session:
                 raise GenerationFailed(
                     "request_exists", f"a request {frame.request!r} is computed already", 409
                 )
+            self._sessions.held.take(frame.request, call.caller.owner, len(frame.body))
             request = _Request(self, frame.request, frame.call)
             asked = _asked(frame, call)
             if frame.guide:
@@ -421,6 +424,8 @@ class Session:
             else:
                 request.begin(self._sessions.admission.submit(asked, call.caller, request))
         except Exception as error:
+            if frame.request not in self._sessions.live:
+                self._sessions.held.release(frame.request)
             self._send(self._refused(call, error, frame.call, frame.request))
             return
         self._requests[frame.request] = request
@@ -473,6 +478,7 @@ class Session:
         """A request is over."""
         self._release(request)
         self._sessions.live.discard(request.id)
+        self._sessions.held.release(request.id)
 
     def make_room(self, produced: Produced | None) -> None:
         """Send what waits, if a detail would be too much for a frame together with it."""

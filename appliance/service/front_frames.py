@@ -59,6 +59,8 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them. Of a model that pools,
     `task` is one of them."""
 
+    images: int = 0
+    """The most of a prompt; 0: the model is served for text only."""
     adapters: tuple[ModelName, ...] = ()
     """What clients call the model with each of its LoRA adapters: their names begin with its."""
     base: ModelName = ""
@@ -397,6 +399,10 @@ UNFINISHED: Final = frozenset({"queued", "in_progress"})
 
 MAX_STORED_BYTES: Final = 16 * 1024 * 1024
 """Of one response, its messages included; a larger one is not stored."""
+
+MAX_TOGETHER_BYTES: Final = 256 * 1024 * 1024
+"""Of the prepared images of all choices of a call: with what else the choices have, less than the
+core keeps for one key, or waiting would never help."""
 
 MAX_RECEIVED_BYTES: Final = 128 * 1024
 """A request whose beginning is longer is not given back: its connection is closed."""

@@ -276,6 +276,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """What it is computed in: ``bfloat16``, say."""
     weight_bytes: int = 0
     task: Task = Task.GENERATE
+    images: int = 0
+    """The most of a prompt."""
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
@@ -354,6 +356,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Of a prompt and its answer together."""
     max_batch: int
     """Requests that are decoded in one step, at most."""
+    images: int = 0
+    """The most of a prompt."""
     path: str
 
 

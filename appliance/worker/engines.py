@@ -41,6 +41,7 @@ def engines(
     # the longest time that the main thread may keep it: ten times that of copying a piece.
     sys.setswitchinterval(SWITCH_SECONDS)
     prepare_environment(seat.cpus)
+    _provide_image_libraries()
     from appliance.engines.vllm.device import HostDevice
     from appliance.engines.vllm.executor import join_group
 
@@ -63,6 +64,7 @@ def _engines_on_gpu(
         raise ValueError("groups of GPUs are not driven by this version")
     # Before the driver is loaded: it asks the environment which GPU is ours.
     prepare_environment(seat.cpus, configuration.device)
+    _provide_image_libraries()
     slabs = configuration.slabs + configuration.runtime_slabs
     vmm = CudaVmm(0, slabs, configuration.slab_bytes)
     vmm.register(host.address(0, host.nbytes), host.nbytes)
@@ -73,6 +75,14 @@ def _engines_on_gpu(
 
     device = CudaDevice(vmm, arena, configuration.runtime_slabs)
     return _builder(host, arena, swapper, device, seat.ranks), arena, swapper
+
+
+def _provide_image_libraries() -> None:
+    """For models that read images: one may be added to a worker that has begun without any."""
+    from appliance.engines.vllm.images.libraries import inspect_here, provide_torchvision
+
+    if provide_torchvision():
+        inspect_here()
 
 
 def _builder(
@@ -103,6 +113,7 @@ def _builder(
             reasoning_parser=model.reasoning_parser,
             max_logprobs=model.max_logprobs,
             pooler_config=model.pooler_config,
+            prompt_images=model.images,
             adapters=model.adapters,
             speculation=model.speculation,
         )

@@ -37,6 +37,8 @@ class WorkerModel(msgspec.Struct, frozen=True):
     max_logprobs: int = 20
     pooler_config: dict[str, PoolerValue] | None = None
     """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them, if any."""
+    images: int = 0
+    """The most of a prompt; 0: what reads images is not built."""
     adapters: tuple[AdapterPlace, ...] = ()
     speculation: Speculation | None = None
     """How tokens are drafted, if they are."""

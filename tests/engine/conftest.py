@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from appliance.engines.vllm import prepare_environment
+from appliance.engines.vllm.images.libraries import inspect_here, provide_torchvision
 from tests.engine.house import (
     MODELS,
     Baseline,
@@ -23,6 +24,8 @@ from tests.engine.house import (
 )
 
 prepare_environment("auto")
+provide_torchvision()
+inspect_here()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -152,6 +152,7 @@ class House:
         task: Task = Task.GENERATE,
         max_context: int = 1024,
         pooler_config: dict[str, Any] | None = None,
+        prompt_images: int = 0,
         **chosen: Any,
     ) -> Any:
         """Build an engine and store its weights (in the image of another engine, if given);
@@ -170,6 +171,7 @@ class House:
             swapper=self.swapper,
             max_logprobs=max_logprobs,
             pooler_config=pooler_config,
+            prompt_images=prompt_images,
             **chosen,
         )
         self.images[model] = image or self.places(engine.weight_slabs, self.arena.slab_bytes)
@@ -201,13 +203,13 @@ class House:
         self._next = max((max(i) + self.arena.slab_bytes for i in self.images.values()), default=0)
 
 
-def make_house() -> House:
+def make_house(slabs: int = POOL_SLABS) -> House:
     from appliance.memory.arena import Arena
     from appliance.memory.host_tier import HostTier
     from appliance.memory.swapper import Swapper
     from appliance.memory.vmm_host import HostVmm
 
-    arena = Arena(HostVmm(POOL_SLABS, SLAB))
+    arena = Arena(HostVmm(slabs, SLAB))
     return House(arena, HostTier.create(256 << 20), Swapper(arena.vmm.stream))
 
 

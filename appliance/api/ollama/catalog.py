@@ -219,7 +219,8 @@ def _number(count: int) -> str:
 def _capabilities(card: ModelCard) -> list[str]:
     found = {"tools": card.tool_parser, "thinking": card.reasoning_parser}
     parsed = (name for name, parser in found.items() if parser is not None)
-    return [*_CAPABILITIES[card.task], *parsed]
+    vision = ["vision"] if card.images else []
+    return [*_CAPABILITIES[card.task], *vision, *parsed]
 
 
 def _family(card: ModelCard) -> str:

@@ -46,7 +46,7 @@ from appliance.checkpoints.adapters import Adapter, AdapterPlace, read_adapters
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import keeps_state
 from appliance.checkpoints.kv_layers import is_compressed
-from appliance.checkpoints.language_models import language_config, language_tensors
+from appliance.checkpoints.language_models import language_tensors
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
 from appliance.checkpoints.task import PoolerValue, dense_files
@@ -65,6 +65,8 @@ from appliance.engines.vllm.drafts.ngram import Drafts, draft_args
 from appliance.engines.vllm.executor import RankExecutor, ensure_expert_group
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.guides import Guides, took_too_long
+from appliance.engines.vllm.images.arguments import image_args
+from appliance.engines.vllm.images.prompts import ImagePrompts
 from appliance.engines.vllm.kv.cache import KvCache
 from appliance.engines.vllm.kv.placement import KvPlacement, placing
 from appliance.engines.vllm.lora.requests import AdapterTable, lora_arguments
@@ -130,6 +132,7 @@ class VllmEngine:
         self._scheduler: ParkedScheduler = core.scheduler
         self._runner: GPUModelRunner = core.model_executor.driver_worker.worker.model_runner
         self._device = placement.device
+        self._images = ImagePrompts(core.vllm_config, self._scheduler, self._runner)
         config = core.vllm_config.model_config
         self._vocabulary: int = config.get_vocab_size()
         self._states = RunnerStates(
@@ -179,6 +182,7 @@ class VllmEngine:
         reasoning_parser: str = "",
         max_logprobs: int = 20,
         pooler_config: Mapping[str, PoolerValue] | None = None,
+        prompt_images: int = 0,
         adapters: Sequence[AdapterPlace] = (),
         speculation: Speculation | None = None,
     ) -> VllmEngine:
@@ -186,33 +190,32 @@ class VllmEngine:
 
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output of
         a request in tokens; `max_batch` bounds the requests of a step. With `verify`, files are
-        compared with ``SHA256SUMS`` of their folder, if any, when they are first read. One of
-        several `ranks` (`executor.join_group`) has its shard of the model. It computes on `device`:
-        the CPU, if None. Packed weights are kept in `images`, if any. `reasoning_parser` is vLLM's
-        name of one, if any. `max_logprobs` bounds log probabilities of a token. `pooler_config` is
-        vLLM's. Requests may ask for one of the `adapters`. With `speculation`, tokens are drafted.
+        compared with their ``SHA256SUMS``, if any, when they are first read. One of several `ranks`
+        (`executor.join_group`) has its shard. It computes on `device`: the CPU, if None. Packed
+        weights are kept in `images`. `reasoning_parser` is vLLM's name of one, `pooler_config` has
+        keys of vLLM's `PoolerConfig`. What reads `prompt_images`, the most of a prompt, is built.
+        Requests may ask for one of the `adapters`. With `speculation`, tokens are drafted.
 
-        Raises `SeamMoved`, `UnsupportedKvCache` for KV of several shapes, `CheckpointError` for
-        files that are damaged, or do not become the model's weights by copying, or for what the
-        model cannot do, `UnsupportedPooling`, and what vLLM raises for what it cannot load.
+        Raises `SeamMoved`, `UnsupportedKvCache`, `CheckpointError` for damaged files, and for what
+        the model cannot do, `UnsupportedPooling`, and what vLLM raises for what it cannot load.
         """
         check_seams()
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
-        files, dense = _headers(checkpoint, task)
+        files, dense = _headers(checkpoint, task, prompt_images)
         lora = read_adapters(adapters, checkpoint, task, ranks, cuda=not where.host_memory)
-        parameters.forbid_packing()
         shelf = images.shelf(path, dtype, ranks, adapters) if images is not None else None
         config = _configure(
             ranks,
             checkpoint,
             task,
             where,
+            prompt_images,
             dtype=dtype,
             max_model_len=max_context,
             max_num_seqs=max_batch,
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}) | lora_arguments(lora),
-            **draft_args(speculation, checkpoint, task, where, ranks, lora),
+            **draft_args(speculation, checkpoint, task, where, ranks, prompt_images, lora),
         )
         with recording(files, dense, lora) as recorded:
             placed = (model, recorded, arena, host, swapper, where, shelf, verify)
@@ -272,13 +275,16 @@ class VllmEngine:
             self._check_sampling(params, sequence)
         elif asked.pooling_params is not None:
             self._check_pooling(asked, sequence)
+        salt = _cache_salt(sequence.prefix_salt, asked.cache_salt)
+        images = self._images.take(asked, len(sequence.prompt), salt)
         request = Request(
             name,
             list(sequence.prompt),
             params,
             asked.pooling_params,
+            mm_features=images,
             lora_request=adapter,
-            cache_salt=_cache_salt(sequence.prefix_salt, asked.cache_salt),
+            cache_salt=salt,
             block_hasher=self._core.request_block_hasher,
             reasoning_ended=asked.reasoning_ended,
             reasoning_parser_kwargs=asked.reasoning_parser_kwargs,
@@ -289,13 +295,13 @@ class VllmEngine:
             request.append_output_token_ids(list(sequence.output))
         request.status = RequestStatus.RUNNING
         request.prefill_stats = None
-        self._states.add(sequence, asked, adapter)
+        self._states.add(sequence, asked, adapter, images)
         self._scheduler.requests[name] = request
 
     def _check_prompt(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
-        if asked.mm_features or asked.prompt_embeds is not None:
-            raise ValueError("prompts are made of tokens only")
+        if asked.prompt_embeds is not None:
+            raise ValueError("prompts are made of tokens and images, not of embeddings")
         tokens = len(sequence.prompt) + len(sequence.output)
         most = self._scheduler.max_model_len - (asked.sampling_params is not None)
         if not sequence.prompt or tokens > most:
@@ -339,6 +345,7 @@ class VllmEngine:
         self._cache.join(request)
         self._device.settle()  # a prompt that has begun: its blocks are being emptied
         self._scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
+        self._images.drop_outputs()
         self._forget_state(request)
 
     def prefill(self, request: RequestId, kv_slabs: int) -> list[Produced]:
@@ -466,6 +473,7 @@ class VllmEngine:
         self._device.settle()  # a step that failed half way, or blocks that are being emptied
         request.spec_token_ids = []
         self._cache.withdraw(request)
+        self._images.step_failed()
 
     def _check(self, requests: Sequence[RequestId]) -> list[Request]:
         batch = [self._resident(request) for request in requests]
@@ -510,13 +518,15 @@ class VllmEngine:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
         try:
             gates = self._gates
-            hold = gates.holding_all if self._as_graph(batch, tokens) else gates.holding
+            at_once = self._as_graph(batch, tokens) or self._images.encoded_by(batch)
+            hold = gates.holding_all if at_once else gates.holding
             with hold(transfer), self._scheduler.step_only(batch, tokens):
                 outputs, _ = self._core.step()
         except BaseException:
             for known in batch:
                 self._withdraw(known)
             raise
+        self._images.drop_outputs()
         ready = outputs[0].outputs if 0 in outputs else []
         self._drafts.propose(ready)
         produced = [token for output in ready for token in _produced(output)]
@@ -542,10 +552,11 @@ class VllmEngine:
 
 
 def _configure(
-    ranks: int, checkpoint: ModelConfig, task: Task, device: Device, **chosen: Any
+    ranks: int, checkpoint: ModelConfig, task: Task, device: Device, images: int, **chosen: Any
 ) -> VllmConfig:
     """vLLM's configuration of an engine: `chosen` for it, the rest follows from the model. Raises
     `UnsupportedPooling`."""
+    parameters.forbid_packing()
     encoder = task is not Task.GENERATE and checkpoint.is_encoder
     whole = chosen["max_model_len"] if encoder else 0
     config = EngineArgs(
@@ -556,9 +567,7 @@ def _configure(
         load_format=LOAD_FORMAT,
         use_tqdm_on_load=False,
         trust_remote_code=False,
-        skip_tokenizer_init=True,
         config_format="hf",  # the file that the daemon reads, where there are others, too
-        hf_overrides=language_config,
         enable_prefix_caching=not encoder and not keeps_state(checkpoint),
         prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
         disable_hybrid_kv_cache_manager=False,
@@ -571,17 +580,22 @@ def _configure(
         model=str(checkpoint.path),
         attention_backend=_attention(checkpoint, device),
         **device.engine_args,
+        **image_args(images, checkpoint, ranks, device),
         **chosen,
     ).create_engine_config()
     check_pooling(task, config.model_config, checkpoint)
     return config
 
 
-def _headers(checkpoint: ModelConfig, task: Task) -> tuple[list[WeightFile], list[WeightFile]]:
+def _headers(
+    checkpoint: ModelConfig, task: Task, images: int
+) -> tuple[list[WeightFile], list[WeightFile]]:
     """Of a checkpoint's files, with the tensors that are loaded, and of those of dense layers
     behind the pooling."""
     path, architecture = checkpoint.path, checkpoint.architecture
-    files = [language_tensors(read_header(file), architecture) for file in weight_files(path)]
+    files = [read_header(file) for file in weight_files(path)]
+    if not images:
+        files = [language_tensors(file, architecture) for file in files]
     dense = dense_files(path) if task is Task.EMBED else []
     return files, [read_header(file) for file in dense]
 

@@ -4,7 +4,8 @@ The bytes of an image land in the order of the layers. For a step during a load,
 one, every decoder layer, embedding and norm has a hook that waits, before it computes, for as many
 bytes as end behind its own parameters. The logits, or the pooler, wait for all of them.
 
-A layer as a whole has one gate: what is inside may read a weight without calling its module.
+A layer as a whole has one gate: what is inside may read a weight without calling its module. What
+reads images has none, and lies last: a step that may use it waits for all weights (`holding_all`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.seams import SeamMoved
-from appliance.engines.vllm.weights.parameters import layer_of
+from appliance.engines.vllm.weights.parameters import layer_of, reads_images
 from appliance.memory.transfers import Transfer
 from appliance.memory.weights import DeviceWeights
 
@@ -50,15 +51,19 @@ class Gates:
         pools = any(name == "pooler" for name, _ in last)
         # Without a module to hold back, nothing can be: all must be there before the pass begins.
         self._ahead = 0 if last else weights.layout.nbytes
+        text = 0
         for name, parameter in model.named_parameters(remove_duplicate=False):
             owner = name.rpartition(".")[0]
             module = model.get_submodule(owner)
-            if not parameter.numel() or isinstance(module, ParallelLMHead):
-                continue
-            if pools and not _BEHIND.isdisjoint(owner.split(".")):
+            if not parameter.numel() or reads_images(model, name):
                 continue
             end = parameter.data_ptr() - weights.region.address
             end += parameter.numel() * parameter.element_size()
+            text = max(text, end)
+            if isinstance(module, ParallelLMHead):
+                continue
+            if pools and not _BEHIND.isdisjoint(owner.split(".")):
+                continue
             gate = layer_of(model, name) or owner
             if gate == owner and any(True for _ in module.children()):
                 # vLLM calls the model around the layers in a way that a hook does not see.
@@ -68,7 +73,7 @@ class Gates:
         self._gates = [
             WeightGate(name, model.get_submodule(name), end) for name, end in ends.items()
         ]
-        self._gates += [WeightGate(name, module, weights.layout.nbytes) for name, module in last]
+        self._gates += [WeightGate(name, module, text) for name, module in last]
 
     @contextmanager
     def holding(self, transfer: Transfer) -> Iterator[None]:
@@ -93,7 +98,8 @@ class Gates:
 
     @contextmanager
     def holding_all(self, transfer: Transfer) -> Iterator[None]:
-        """The same for a pass that calls no module, as it runs as a graph: it waits for all."""
+        """The same for a pass that calls no module, as it runs as a graph, or that reads images:
+        it waits for all."""
         if not transfer.done:
             self._device.wait(transfer)
         yield

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request
@@ -36,15 +37,19 @@ class RunnerStates:
         self._tables = tables
 
     def add(
-        self, sequence: SequenceSpec, asked: EngineCoreRequest, adapter: LoRARequest | None
+        self,
+        sequence: SequenceSpec,
+        asked: EngineCoreRequest,
+        adapter: LoRARequest | None,
+        images: Sequence[MultiModalFeatureSpec],
     ) -> None:
         """A request without blocks, nothing of which is computed. Raises `ValueError` for a seed
         that is beyond 64 bits."""
         generator = self._generator(asked.sampling_params, len(sequence.output))
-        self._runner.requests[sequence.request] = CachedRequestState(
+        state = CachedRequestState(
             req_id=sequence.request,
             prompt_token_ids=list(sequence.prompt),
-            mm_features=[],
+            mm_features=list(images),
             sampling_params=asked.sampling_params,
             pooling_params=asked.pooling_params,
             generator=generator,
@@ -53,6 +58,9 @@ class RunnerStates:
             output_token_ids=list(sequence.output),
             lora_request=adapter,
         )
+        if self._runner.uses_mrope:  # three positions of each token; output counts on from them
+            self._runner._init_mrope_positions(state)
+        self._runner.requests[sequence.request] = state
 
     def forget(self, request: RequestId) -> None:
         """Now, not with the next step; unknown ids are fine.

@@ -266,6 +266,7 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
             doubtful = blocks[trusted // table.block_size :]
             self.blocks.evict_blocks({block.block_id for block in doubtful})
         self.kv_cache_manager.free(request)
+        self.encoder_cache_manager.free(request)
         request.num_computed_tokens = request.num_in_flight_tokens = 0
 
     def has_blocks(self, request_id: str) -> bool:

@@ -222,7 +222,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     images: list[str] | None = None
-    """Refused: models here read text only."""
+    """In base64."""
     thinking: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
@@ -240,6 +240,11 @@ class ChatBody(_Generating, kw_only=True):
         """Whether the client only wants the model to be loaded."""
         return not self.messages
 
+    @property
+    def sees(self) -> bool:
+        """Whether it sends images."""
+        return any(message.images for message in self.messages or ())
+
     def request(self, model: FrontModel, defaults: Mapping[str, Any]) -> FittedChat:
         """The same for vLLM. Raises `OllamaError`."""
         check_thinks(self, model)
@@ -247,7 +252,7 @@ class ChatBody(_Generating, kw_only=True):
             raise cannot(model, "tools")
         messages = self.messages or []
         for i, message in enumerate(messages):
-            if message.images:
+            if message.images and not model.images:
                 raise cannot(model, f"vision: messages[{i}].images")
         return FittedChat(
             model=model.name,
@@ -269,16 +274,30 @@ class GenerateBody(_Generating, kw_only=True):
     context: list[Annotated[int, Meta(ge=0, lt=2**31)]] | None = None
     """What an earlier answer gave: the tokens of the conversation before this prompt."""
     images: list[str] | None = None
+    """In base64."""
 
     @property
     def loads(self) -> bool:
         """Whether the client only wants the model to be loaded."""
-        return not self.prompt
+        return not (self.prompt or self.images)
+
+    @property
+    def sees(self) -> bool:
+        """Whether it sends images."""
+        return bool(self.images)
 
     def check(self) -> None:
         super().check()
         if self.raw and (self.template or self.system or self.context):
             raise OllamaError(400, "raw mode does not support template, system, or context")
+
+    def _check_sees(self, model: FrontModel) -> None:
+        """Raise `OllamaError` unless its images have a place in the prompt."""
+        if not model.images:
+            raise cannot(model, "vision: images")
+        for name in ("raw", "suffix", "template", "context"):
+            if getattr(self, name):
+                raise OllamaError(400, f"images: they have no place next to {name}: remove it")
 
     def request(
         self, model: FrontModel, defaults: Mapping[str, Any]
@@ -287,7 +306,7 @@ class GenerateBody(_Generating, kw_only=True):
         is for. Raises `OllamaError`."""
         check_thinks(self, model)
         if self.images:
-            raise cannot(model, "vision: images")
+            self._check_sees(model)
         prompt = self.prompt or ""
         if self.raw or self.suffix or self.template:
             if self.template and not self.suffix:
@@ -307,7 +326,7 @@ class GenerateBody(_Generating, kw_only=True):
                 truncation_side="left",
             )
         system = [OllamaMessage(role="system", content=self.system)] if self.system else []
-        asked = OllamaMessage(role="user", content=prompt)
+        asked = OllamaMessage(role="user", content=prompt, images=self.images)
         return FittedChat(
             model=model.name,
             messages=_messages([*system, asked]),
@@ -457,7 +476,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
         role = message.role.lower()
         calls = [_call(f"call_{i}_{j}", call) for j, call in enumerate(message.tool_calls or ())]
         waiting += calls
-        chat: dict[str, Any] = {"role": role, "content": message.content or ""}
+        chat: dict[str, Any] = {"role": role, "content": _content(message)}
         if message.thinking:
             chat["reasoning"] = message.thinking
         if calls:
@@ -468,6 +487,16 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             chat |= {"name": message.tool_name} if message.tool_name else {}
         translated.append(chat)
     return translated
+
+
+def _content(message: OllamaMessage) -> str | list[dict[str, Any]]:
+    """Images come first, as Ollama has them."""
+    text = message.content or ""
+    if not message.images:
+        return text
+    urls = (f"data:image/png;base64,{image}" for image in message.images)  # of any type, in fact
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def _call(name: str, call: ToolCall) -> dict[str, Any]:

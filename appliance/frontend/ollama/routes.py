@@ -160,7 +160,8 @@ async def _submitted(asked: ChatBody | GenerateBody, front: ModelFront, model: F
     except (VLLMClientError, ValueError) as error:
         if not is_too_long(error):
             raise
-        if not asked.truncates or isinstance(request, FittedCompletion):
+        # The prompt of an image is not cut: what is left might be none.
+        if not asked.truncates or asked.sees or isinstance(request, FittedCompletion):
             raise OllamaError(400, TOO_LONG) from error
     return await _said(await shortened(request, renderer), front)
 

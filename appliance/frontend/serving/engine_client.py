@@ -14,6 +14,7 @@ from typing import Any, Final
 from vllm import SamplingParams
 from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.multimodal.cache.base import MultiModalCache
 from vllm.tasks import SupportedTask
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -23,6 +24,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from appliance.engines.vllm.messages import (
+    MAX_REQUEST_BYTES,
     BadMessage,
     decode_output,
     encode_guide,
@@ -37,7 +39,13 @@ from appliance.engines.vllm.pooling import (
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core, RequestRefused
 from appliance.frontend.serving.single_tokens import Collector, split
-from appliance.service.front_frames import FrontModel, Output, Refused, Submit
+from appliance.service.front_frames import (
+    MAX_TOGETHER_BYTES,
+    FrontModel,
+    Output,
+    Refused,
+    Submit,
+)
 from appliance.vocabulary import FinishReason, RequestId
 
 log = logging.getLogger(__name__)
@@ -49,6 +57,9 @@ _FINISHED: Final = {
     FinishReason.ERROR: EngineFinishReason.ERROR,
 }
 
+
+_OTHER_BYTES: Final = 1 << 20
+"""Of a request with images, besides these."""
 
 MAX_LISTED_TOKENS: Final = 1 << 18
 """That the sequences of a call list together: more than any vocabulary has. Each choice has
@@ -64,6 +75,14 @@ class TooManyListed(ValueError):
             f"{MAX_LISTED_TOKENS} tokens for all choices of the request: list fewer, or ask for "
             "fewer choices (n)"
         )
+
+
+class ImagesTooLarge(ValueError):
+    """The prepared images of a request are more than the core takes; the message says so."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class NotAvailable(NotImplementedError):
@@ -121,6 +140,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         try:
             self._check_pooled(call, request)
             _check_listed(call, request, self._siblings(request.request_id))
+            _check_images(request, self._siblings(request.request_id))
             submit = self._submit_of(call, request)
             if self.one_by_one:
                 self._keep_apart(request.request_id)
@@ -131,6 +151,8 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             self._drop(request.request_id)
             if isinstance(error, RequestRefused):
                 raise CoreRefusal(error.refused) from error
+            if isinstance(error, ImagesTooLarge):
+                raise VLLMValidationError(str(error), parameter=error.parameter) from error
             if isinstance(error, BadMessage | TooManyListed | TooMuchPooled):
                 raise VLLMValidationError(str(error)) from error
             raise
@@ -322,6 +344,27 @@ def _check_listed(call: Call, request: EngineCoreRequest, siblings: int) -> None
     call.listed_tokens += listed
     if max(call.listed_tokens, listed * siblings) > MAX_LISTED_TOKENS:
         raise TooManyListed
+
+
+def _check_images(request: EngineCoreRequest, siblings: int) -> None:
+    """Raise `ImagesTooLarge` for more prepared images than a request may have, or than all choices
+    may have that are asked for at once: each has images of its own in the core."""
+    items = (feature.data for feature in request.mm_features or ())
+    size = sum(MultiModalCache.get_item_size(item) for item in items if item is not None)
+    if size > MAX_REQUEST_BYTES - _OTHER_BYTES:
+        raise ImagesTooLarge(
+            f"the images take {size} bytes when they are prepared for the model, of at most "
+            f"{MAX_REQUEST_BYTES - _OTHER_BYTES} in a request: send fewer or smaller ones, or have "
+            "max_pixels (or size.longest_edge) lowered in the checkpoint's "
+            "preprocessor_config.json"
+        )
+    if size * siblings > MAX_TOGETHER_BYTES:
+        raise ImagesTooLarge(
+            f"n: the images of all {siblings} choices take {size * siblings} bytes when they are "
+            f"prepared for the model, of at most {MAX_TOGETHER_BYTES}: ask for fewer choices, or "
+            "send fewer or smaller images",
+            "n",
+        )
 
 
 def _guide(sampling: SamplingParams | None) -> bytes:

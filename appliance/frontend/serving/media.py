@@ -1,16 +1,25 @@
-"""Pictures, sound and films that requests name or hold: none is fetched, decoded or loaded, as
-models here read text only.
+"""Images that requests send, decoded for vLLM. Nothing is fetched from URLs, and no sound or film
+is read.
 
-vLLM refuses most of them unseen. But where it pools a conversation it would first fetch its URLs,
-from wherever they lead, and try again for a minute and more where there is no answer.
+An image is decoded only if it was found and looked at in the call's body before
+(`appliance.frontend.images`). The threads that decode and prepare it belong to the call's turn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+from functools import partial
 from typing import Any, Final, NoReturn
 
+from PIL import Image
 from vllm.exceptions import VLLMValidationError
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal import image as vllm_image
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, ImageMediaIO, MediaConnector
+from vllm.renderers import BaseRenderer
+
+from appliance.frontend.calls import current
+from appliance.frontend.image_files import FORMATS, MAX_PIXELS, BadImage, decoded_url
+from appliance.frontend.images import in_thread, key_of, threads
 
 CONNECTOR: Final = "refusing"
 """Its name, for `VLLM_MEDIA_CONNECTOR`."""
@@ -18,7 +27,21 @@ CONNECTOR: Final = "refusing"
 
 @MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)
 class RefusingConnector(MediaConnector):  # type: ignore[misc]
-    """Takes the place of what vLLM gets media with. Raises `VLLMValidationError` for all."""
+    """Takes the place of what vLLM gets media with: gives images that the call may use. Raises
+    `VLLMValidationError` for all others."""
+
+    async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
+        call = current.get()
+        name = call.images.get(key_of(image_url.partition(",")[2]))
+        if name is None:
+            raise VLLMValidationError(
+                "images are read of the messages of one chat: send them there, and not in a batch "
+                "of chats, in what is only rendered, or in a stored response"
+            )
+        return await in_thread(call, threads, _decoded, name, image_url, image_mode)
+
+    def fetch_image(self, *_: Any, **__: Any) -> NoReturn:
+        raise _refusal()
 
     def load_from_url(self, *_: Any, **__: Any) -> NoReturn:
         raise _refusal()
@@ -39,5 +62,32 @@ class RefusingConnector(MediaConnector):  # type: ignore[misc]
         raise _refusal()
 
 
+def bound_images() -> None:
+    """Have vLLM and Pillow decode no other formats and no larger images than are looked at."""
+    vllm_image.ALLOWED_IMAGE_FORMATS = FORMATS
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+
+
+def prepare_in_turns(renderer: BaseRenderer) -> None:
+    """Have what a model's renderer makes of images belong to the turn of the call that sent them.
+    Once, before its first call."""
+
+    def prepare(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+        work = partial(renderer._process_multimodal, *args, **kwargs)
+        return in_thread(current.get(), renderer._mm_executor, work)
+
+    renderer._process_multimodal_async = prepare
+
+
+def _decoded(name: str, url: str, mode: str | None) -> Any:
+    """The image as vLLM has it: pixels, and the file. Raises `VLLMValidationError`."""
+    try:
+        return ImageMediaIO(image_mode=mode).load_bytes(decoded_url(url))
+    except BadImage as error:
+        raise VLLMValidationError(f"{name}: {error}", parameter=name) from error
+    except Exception as error:  # of Pillow's readers, which are many
+        raise VLLMValidationError(f"{name}: it is damaged: {error}", parameter=name) from error
+
+
 def _refusal() -> VLLMValidationError:
-    return VLLMValidationError("models here read text only: leave out pictures, sound and films")
+    return VLLMValidationError("no model here reads sound or films: send text and images")

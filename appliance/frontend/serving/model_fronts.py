@@ -30,6 +30,7 @@ from appliance.frontend.core import Core
 from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
 from appliance.frontend.serving.held_text import keep_held_text
+from appliance.frontend.serving.media import prepare_in_turns
 from appliance.service.front_frames import FrontModel, ModelRefused
 from appliance.vocabulary import ModelName, Task
 
@@ -176,6 +177,7 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     llm = FrontLLM(core, model, configuration(args, adapters=len(model.adapters)))
     # Guides are checked where they may end the process (`appliance.frontend.guide_compiler`).
     llm.input_processor.structured_outputs_config = None
+    prepare_in_turns(llm.renderer)
     state = State()
     for name in SERVING:
         setattr(state, name, None)
@@ -199,9 +201,15 @@ def arguments(model: FrontModel) -> Namespace:
         *("--model", model.path, "--config-format", "hf", "--dtype", model.dtype),
         *("--max-model-len", str(model.max_context), "--max-num-seqs", str(model.max_batch)),
         *("--max-logprobs", str(model.max_logprobs)),
-        *("--disable-log-stats", "--language-model-only"),
+        "--disable-log-stats",
         *("--runner", "generate" if model.task is Task.GENERATE else "pooling"),
     ]
+    if model.images:
+        options += ["--limit-mm-per-prompt", json.dumps(_limits(model.images))]
+        # What is prepared for one client is not kept for others, which could tell by its time.
+        options += ["--mm-processor-cache-gb", "0"]
+    else:
+        options.append("--language-model-only")
     if model.task is Task.GENERATE and model.tool_parser is not None:
         options += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_parser]
     if model.task is Task.GENERATE and model.reasoning_parser is not None:
@@ -213,9 +221,15 @@ def arguments(model: FrontModel) -> Namespace:
     # vLLM writes into what it parses, and defaults are the same objects for all models.
     args: Namespace = deepcopy(_parser().parse_args(options))
     args.served_model_name = list(names_of(model.name))
-    args.hf_overrides = language_config
+    if not model.images:
+        args.hf_overrides = language_config
     args.chat_template = processor_template(Path(model.path)) or None
     return args
+
+
+def _limits(images: int) -> dict[str, int]:
+    """The most of a prompt that vLLM takes, by what it is."""
+    return {"image": images, "video": 0, "audio": 0}
 
 
 def configuration(args: Namespace, *, adapters: int = 0) -> VllmConfig:

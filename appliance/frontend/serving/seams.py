@@ -21,7 +21,11 @@ from vllm.entrypoints.pooling.embed.protocol import (
     _is_batched_chat_messages,
 )
 from vllm.model_executor.models import registry
+from vllm.multimodal.image import open_image
+from vllm.multimodal.media import ImageMediaIO
 from vllm.parser.abstract_parser import DelegatingParser
+from vllm.renderers import BaseRenderer
+from vllm.renderers.chat_utils import AsyncMultiModalContentParser
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -89,6 +93,20 @@ SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (TokenizeParams._get_text_truncation_offset, ('self.truncation_side != "left"',)),
     (AsyncLLM.add_request, ("queue = RequestOutputCollector(",)),
     (RequestOutputCollector.put, ("if self.output is None or", "aggregate=self.aggregate")),
+    (open_image, ("formats=ALLOWED_IMAGE_FORMATS",)),
+    (ImageMediaIO.load_bytes, ("envs.VLLM_MAX_IMAGE_PIXELS", "open_image(")),
+    (
+        AsyncMultiModalContentParser._image_with_uuid_async,
+        ("await self._connector.fetch_image_async(image_url)",),
+    ),
+    (
+        BaseRenderer.__init__,
+        (
+            "self._mm_executor = ThreadPoolExecutor(max_workers=1)",
+            "self._process_multimodal, executor=self._mm_executor",
+        ),
+    ),
+    (BaseRenderer._process_tokens_async, ("await self._process_multimodal_async(",)),
     (AsyncLLM.generate, ("except (VLLMClientError, GracefulHTTPError)",)),
     (
         DelegatingParser.parse_delta,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from appliance.checkpoints.task import check_task
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
 from appliance.errors import CheckpointError, ConfigError
+from appliance.platform import torchvision
 from tests.configs import CONFIGS
 
 Make = Callable[..., Path]
@@ -204,3 +206,59 @@ def test_templates_of_what_prepares_images(tmp_path: Path) -> None:
     write(tmp_path, CONFIGS["gpt2"])
     (path / "chat_template.jinja").unlink()
     assert processor_template(path) == ""
+
+
+def test_what_reads_images_is_counted_where_prompts_have_some(fake_checkpoint: Make) -> None:
+    numbers = np.zeros((16, 256), np.float32)
+    text = json.loads((fake_checkpoint("text") / "config.json").read_text())
+    path = fake_checkpoint(
+        architectures=["Gemma3ForConditionalGeneration"],
+        model_type="gemma3",
+        text_config=text | {"model_type": "gemma3_text"},
+    )
+    language = dict.fromkeys(("language_model.lm_head.weight",), numbers)
+    towers = {"vision_tower.weight": numbers, "multi_modal_projector.weight": numbers}
+    save_file(language | towers, path / "model.safetensors")
+
+    alone, whole = (read_checkpoint("reader", path, images=images) for images in (0, 3))
+
+    more = 2 * numbers.size
+    assert whole.parameters - alone.parameters == more
+    assert whole.weight_bytes - alone.weight_bytes == more * 2  # in bfloat16
+    assert (whole.kv, whole.layers) == (alone.kv, alone.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "wrong"),
+    [
+        ({}, "", ""),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "", "Llava.* only text"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "", "of quantized checkpoints"),
+        ({}, "tensor_parallel = 2\n", "by several ranks"),
+    ],
+)
+def test_images_are_refused_where_they_cannot_be_read(
+    fake_checkpoint: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    devices: str,
+    wrong: str,
+) -> None:
+    monkeypatch.setattr(torchvision, "is_there", lambda: True)
+    text = json.loads((fake_checkpoint("text") / "config.json").read_text())
+    text["model_type"] = "gemma3_text" if "architectures" not in changes else "llama"
+    gemma: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"]}
+    fake_checkpoint(**{**gemma, "model_type": "gemma3", "text_config": text, **changes})
+    file = tmp_path / "appliance.toml"
+    table = '[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\nimages = 2\n'
+    file.write_text(f'[devices]\nmemory = "8MiB"\n{devices}{table}')
+    if not wrong:
+        assert not [warning for warning in warnings(load_config(file)) if "text only" in warning]
+        monkeypatch.setattr(torchvision, "is_there", lambda: False)
+        wrong = "torchvision is not there, .* run `make install`"
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    (problem,) = [one for one in caught.value.problems if one.key == "model[0].images"]
+    assert re.search(wrong, problem.wrong)
+    assert problem.remedy == "use images = 0"

@@ -85,18 +85,28 @@ async def test_a_model_is_shown(call: Call) -> None:
     )
 
 
-async def test_that_images_are_not_read_is_shown(
-    monkeypatch: pytest.MonkeyPatch, call: Call
+@pytest.mark.parametrize(
+    ("images", "reads"),
+    [
+        (0, "text only, no images"),
+        (1, "text, and up to 1 image in a prompt"),
+        (4, "text, and up to 4 images in a prompt"),
+    ],
+)
+async def test_what_is_read_is_shown(
+    monkeypatch: pytest.MonkeyPatch, call: Call, images: int, reads: str
 ) -> None:
-    """Of a model that would read them elsewhere."""
-    facts = msgspec.structs.replace(MODEL.facts, architecture="Gemma3ForConditionalGeneration")
+    """Of a model that can read images."""
+    facts = msgspec.structs.replace(
+        MODEL.facts, architecture="Gemma3ForConditionalGeneration", images=images
+    )
     monkeypatch.setattr(OneModel, "model", msgspec.structs.replace(MODEL, facts=facts))
 
     shown = await call("org/small")
 
     assert shown.stdout.splitlines()[:2] == [
         "architecture  Gemma3ForConditionalGeneration",
-        "reads         text only, no images",
+        f"reads         {reads}",
     ]
 
 

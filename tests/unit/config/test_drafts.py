@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from appliance.checkpoints.drafts import Speculation, check_drafts
 from appliance.checkpoints.families import UnsupportedModel
 from appliance.checkpoints.model_config import read_model_config
 from appliance.config.loader import load_config
+from appliance.platform import torchvision
 from appliance.vocabulary import Task
 from tests.unit.config.test_loader import GOOD, only_problem, write
 
@@ -65,6 +67,25 @@ def test_models_that_may_not_have_drafts_are_refused(tmp_path: Path, fake_checkp
     assert "several ranks" in str(only_problem(tmp_path, ranks + asked))
     pooled = only_problem(tmp_path, f'{GOOD}task = "embed"\n{asked}')
     assert "generates no text" in str(pooled)
+
+
+def test_images_and_drafts_are_not_served_together(
+    tmp_path: Path, fake_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchvision, "is_there", lambda: True)
+    text = json.loads((fake_checkpoint("text") / "config.json").read_text())
+    fake_checkpoint(
+        architectures=["Gemma3ForConditionalGeneration"],
+        model_type="gemma3",
+        text_config=text | {"model_type": "gemma3_text"},
+    )
+    asked, enough = 'speculate = { method = "ngram" }\n', GOOD.replace("8MiB", "16MiB")
+    load_config(write(tmp_path, enough + asked))
+    load_config(write(tmp_path, f"{enough}images = 2\n"))
+    problem = only_problem(tmp_path, f"{enough}images = 2\n{asked}")
+    assert problem.key.endswith("speculate")
+    assert problem.wrong.endswith("not tried with images in prompts (`images` is 2)")
+    assert problem.remedy == "leave speculate out"
 
 
 def test_states_cannot_have_drafts(tmp_path: Path, fake_checkpoint: Make) -> None:

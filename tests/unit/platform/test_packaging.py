@@ -22,6 +22,7 @@ from appliance.cli.main import cli
 from appliance.config.layers import directory
 from appliance.config.schema import Api, schema
 from appliance.platform.systemd import Notifier
+from appliance.platform.torchvision import FOLDER
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.cli.command_tree import commands, groups
 
@@ -211,6 +212,7 @@ def test_the_package_installs_the_libraries_of_a_torch_that_needs_them(
 
     assert done.returncode == 0, done.stderr
     assert installed(tmp_path / "engine") == expected
+    assert installed(tmp_path / "engine" / FOLDER) == {"reader==1"}
 
 
 @pytest.mark.parametrize(("added", "digests", "said"), REFUSALS)
@@ -294,6 +296,7 @@ def engine_lists(directory: Path, engine: str, wheels: Path, *, digests: bool = 
         (engine, ["engine==1"]),
         ("torch-cpu.txt", [f"torch=={CPU}"]),
         ("torch-cuda.txt", [f"torch=={PLAIN}", "nvidia-x==1"]),
+        ("images-cpu.txt", ["reader==1"]),
     ):
         lines = []
         for pin in pins:
@@ -311,6 +314,7 @@ def only_wheels(directory: Path, builds: list[str]) -> dict[str, str]:
         *(("torch", build) for build in builds),
         ("nvidia_x", "1"),
         ("engine", "1"),
+        ("reader", "1"),
     ]:
         info = f"{name}-{version}.dist-info"
         with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:

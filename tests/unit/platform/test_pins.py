@@ -57,7 +57,7 @@ def test_every_pin_has_digests(pins: ModuleType, name: str) -> None:
 def test_no_two_lists_pin_different_versions(pins: ModuleType) -> None:
     """What one list installs is not replaced by the next; clients have their own environments."""
     versions: dict[str, str] = {}
-    for name in ("cpu", "dev", "torch-cuda"):
+    for name in ("cpu", "dev", "images", "torch-cuda"):
         for pin in pins.read(REQUIREMENTS / f"{name}.txt"):
             key = canonicalize_name(pin.name)
             assert versions.setdefault(key, pin.version) == pin.version, (name, pin)

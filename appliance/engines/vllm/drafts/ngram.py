@@ -74,13 +74,21 @@ def draft_args(
     task: Task,
     device: Device,
     ranks: int,
+    images: int,
     adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
     """vLLM's arguments for a model with drafts; none without. Raises `UnsupportedModel` for one
-    that may not have drafts, such as one with adapters."""
+    that may not have drafts, such as one with adapters, or whose prompts have `images`."""
     if speculation is None:
         return {}
-    check_drafts(checkpoint, task, on_cpu=device.host_memory, ranks=ranks, adapters=bool(adapters))
+    check_drafts(
+        checkpoint,
+        task,
+        on_cpu=device.host_memory,
+        ranks=ranks,
+        images=images,
+        adapters=bool(adapters),
+    )
     return {
         "speculative_config": {
             "method": "custom_class",

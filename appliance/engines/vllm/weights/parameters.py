@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import vllm._custom_ops
@@ -35,6 +35,10 @@ Packings: TypeAlias = Mapping[str, Packing]
 
 class PrivateWeights(RuntimeError):
     """A layer computes with a private copy of its weights, which cannot be unmapped."""
+
+
+_OF_A_STEP: Final = frozenset({"deepstack_input_embeds"})
+"""Lists of tensors in which a model keeps what it computed in a step: Qwen3-VL, of its images."""
 
 
 def forbid_packing() -> None:
@@ -143,6 +147,8 @@ def check_moved(
         elif isinstance(linear, PackedLinear) or getattr(linear, "__closure__", None):
             raise PrivateWeights(f"{name} multiplies with a packed copy of its weight")
         for attribute, value in vars(module).items():
+            if attribute in _OF_A_STEP:
+                continue
             for tensor in value if isinstance(value, tuple | list) else (value,):
                 if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or not tensor.numel():
                     continue
@@ -176,11 +182,19 @@ def _stored(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 def _turn(model: torch.nn.Module, name: str) -> int:
     """When the parameter is needed in a forward pass; layers go in the order of their list."""
     owner = model.get_submodule(name.rpartition(".")[0])
+    if reads_images(model, name):
+        return 4  # most prompts do without
     if isinstance(owner, ParallelLMHead):
         return 3
     if layer_of(model, name) is not None:
         return 1
     return 0 if isinstance(owner, VocabParallelEmbedding | torch.nn.Embedding) else 2
+
+
+def reads_images(model: torch.nn.Module, name: str) -> bool:
+    """Whether a parameter is of what reads images: a tower, or a projector behind it."""
+    towers: list[str] = getattr(model, "_tower_model_names", [])
+    return any(name.startswith(f"{tower}.") for tower in towers)
 
 
 def layer_of(model: torch.nn.Module, name: str) -> str | None:

@@ -1,0 +1,1 @@
+"""What prompts with images need of an engine."""

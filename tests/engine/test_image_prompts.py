@@ -1,0 +1,426 @@
+"""Prompts with images answer as plain vLLM answers them, whatever happens to weights and KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalKwargsItem
+
+from appliance.checkpoints.drafts import Speculation
+from appliance.checkpoints.families import UnsupportedModel
+from appliance.checkpoints.model_config import read_model_config
+from appliance.config.schema import Devices, Model
+from appliance.config.sizing import least, read_model
+from appliance.engines.vllm.images.arguments import image_args
+from appliance.engines.vllm.images.prompts import ImagePrompts
+from appliance.engines.vllm.seams import SeamMoved
+from appliance.units import Bytes, Memory
+from tests.engine.conftest import plain_process
+from tests.engine.house import SLAB, House, PlainAnswers, Sampling, make_house, sequence
+from tests.engine.with_images import (
+    GEMMA3,
+    NAMES,
+    PLAIN,
+    QWEN2_5,
+    ImagePrompt,
+    Picture,
+    Prepared,
+    Preparer,
+    image_tokens,
+    make_with_images,
+)
+
+CONTEXT, LENGTH, SLABS, MOST, BLOCK = 1024, 12, 48, 2, 32
+POOL: Final = 96
+"""Slabs: for the KV of all prompts at once, too."""
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+WHOLE: Final = {
+    "limit_mm_per_prompt": {"image": MOST, "video": 0},
+    # Less to warm up with.
+    **{"skip_mm_profiling": True, "max_num_batched_tokens": 1024, "max_num_seqs": 4},
+}
+"""Arguments of plain vLLM."""
+GREEDY: Final = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[PlainAnswers]:
+    with plain_process(PLAIN) as answers:
+        yield answers
+
+
+def asked(name: str) -> list[ImagePrompt]:
+    """A text, an image in the middle, two images, the tokens of the second one again with an image
+    of other colours, and images in a prompt much longer than a window (Gemma's have one)."""
+    image, start = image_tokens(name), 3 + sum(name.encode()) % 50
+    text = [tuple(start + i * 7 % 200 for i in range(n)) for n in (5, 40, 70, 150)]
+    one, other, third = Picture(1, 150, 120), Picture(2, 90, 200), Picture(3, 150, 120)
+    return [
+        ImagePrompt(text[0]),
+        ImagePrompt((*text[1], *image, *text[0]), (one,)),
+        ImagePrompt((*image, *text[2], *image, *text[0]), (one, other)),
+        ImagePrompt((*text[1], *image, *text[0]), (third,)),
+        ImagePrompt((*text[2], *image, *text[3], *image, *text[0]), (other, third)),
+    ]
+
+
+class Requests:
+    """Prompts with images of one model, their tokens so far, and the places of their KV."""
+
+    def __init__(self, house: House, name: str, prompts: Sequence[Prepared]) -> None:
+        self.house, self.name, self.engine = house, name, house.engines[name]
+        self.prompts = {f"{name}/{number}": prompt for number, prompt in enumerate(prompts)}
+        self.outputs: dict[str, list[int]] = {request: [] for request in self.prompts}
+        self.places: dict[str, tuple[int, ...]] = {}
+        self.move(house)
+
+    @property
+    def live(self) -> list[str]:
+        return [one for one, output in self.outputs.items() if len(output) < LENGTH]
+
+    def move(self, house: House) -> None:
+        """All begin anew in the engine of this house, behind what they have produced."""
+        for request in self.live:
+            if self.engine.knows(request):
+                self.engine.forget(request)
+        self.house, self.engine = house, house.engines[self.name]
+        for request in self.live:
+            tokens, features = self.prompts[request]
+            output = tuple(self.outputs[request])
+            spec = sequence(self.name, request, tokens, GREEDY, output, mm_features=features)
+            self.engine.add(spec)
+            self.places[request] = house.swap_places(self.engine, len(tokens) + LENGTH)
+
+    def take(self, produced: Sequence[Any]) -> None:
+        for one in produced:
+            self.outputs[one.request].append(one.token)
+
+    def prefill(self) -> None:
+        for request in self.live:
+            self.take(self.engine.prefill(request, SLABS))
+
+    def turn(self, *, again: bool) -> None:
+        """Weights and KV in, three steps, everything out."""
+        self.engine.begin_load()  # images wait for what reads them
+        for request in self.live:
+            if again:
+                self.engine.swap_in(request, self.places[request], SLABS)
+            else:
+                self.take(self.engine.prefill(request, SLABS))
+        for _ in range(3):
+            self.take(self.engine.step(self.live, SLABS))
+        for request in self.live:
+            self.house.swap_out(self.engine, request, self.places[request])
+        assert self.engine.trim(0).slabs == 0
+        self.engine.evict_weights()
+        assert_nothing_kept(self.engine)
+
+
+def assert_nothing_kept(engine: Any) -> None:
+    """Of what the encoder made."""
+    assert not engine._runner.encoder_cache
+    kept = engine._scheduler.encoder_cache_manager
+    left = kept.cached, kept.freeable, kept.request_cached_ids, kept.num_embeds_by_hash
+    assert not any(left)
+    assert kept.num_free_slots == kept.num_freeable_slots == kept.cache_size
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str) -> None:
+    """Weights are loaded under a step with images, KV is swapped between every three tokens, and
+    all is lost once, behind some output."""
+    path = make_with_images(tmp_path, name)
+    model = Model(name=name, path=path, dtype="float32", max_context=CONTEXT, images=MOST)
+    known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
+    houses = [make_house(POOL), make_house(POOL)]
+    for house in houses:
+        engine = house.build(name, path, dtype="float32", prompt_images=MOST)
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
+    preparer = Preparer(path, MOST)
+    prompts = asked(name)
+    requests = Requests(houses[0], name, [preparer.prepare(*prompt) for prompt in prompts])
+
+    requests.turn(again=False)
+    requests.turn(again=True)
+    requests.move(houses[1])
+    requests.turn(again=False)
+    while requests.live:
+        requests.turn(again=True)
+
+    answers = plain(path, "float32", prompts, [GREEDY] * len(prompts), **WHOLE)
+    assert list(requests.outputs.values()) == [answer["sequences"][0] for answer in answers]
+    assert requests.outputs[f"{name}/1"] != requests.outputs[f"{name}/3"], "it looks at no image"
+    windows = houses[0].engines[name].kv.windows
+    assert bool(windows) == (name == GEMMA3)
+    assert all(len(requests.prompts[f"{name}/4"].tokens) > 2 * BLOCK * most for most in windows)
+    for house in houses:
+        house.idle()
+        house.engines[name].retire()
+
+
+@pytest.fixture(scope="module")
+def reader(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[House, Any, Preparer]]:
+    """A model that reads images, loaded, and what prepares its prompts."""
+    name = request.param
+    path = make_with_images(tmp_path_factory.mktemp("reader"), name)
+    house = make_house(POOL)
+    engine = house.build(name, path, dtype="float32", prompt_images=MOST)
+    engine.begin_load().wait()
+    yield house, engine, Preparer(path, MOST + 1)
+    house.idle()
+    engine.retire()
+
+
+EACH: Final = pytest.mark.parametrize("reader", NAMES, indirect=True)
+QWEN: Final = pytest.mark.parametrize("reader", [QWEN2_5], indirect=True)
+GEMMA: Final = pytest.mark.parametrize("reader", [GEMMA3], indirect=True)
+
+
+def add(engine: Any, request: str, prompt: Prepared, salt: str | None = None) -> None:
+    tokens, features = prompt
+    engine.add(
+        sequence(engine.model, request, tokens, GREEDY, mm_features=features, cache_salt=salt)
+    )
+
+
+def finish(engine: Any, prompts: Sequence[Prepared], chunk: int) -> list[list[int]]:
+    """Outputs of prompts that are computed together, so many tokens in a step."""
+    outputs: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    for request, prompt in zip(outputs, prompts, strict=True):
+        add(engine, request, prompt)
+        engine.begin_prefill(request, SLABS)
+    while any(len(output) < LENGTH for output in outputs.values()):
+        live = [one for one, output in outputs.items() if 0 < len(output) < LENGTH]
+        beginning = [one for one, output in outputs.items() if not output]
+        for produced in engine.step(live, SLABS, beginning, chunk):
+            outputs[produced.request].append(produced.token)
+    assert_nothing_kept(engine)
+    engine.trim(0)
+    return list(outputs.values())
+
+
+@EACH
+def test_chunks_end_within_images(reader: tuple[House, Any, Preparer]) -> None:
+    """Prompts that are computed beside each other may have the same image."""
+    _, engine, preparer = reader
+    prompts = [preparer.prepare(*prompt) for prompt in asked(engine.model)]
+    alone = [output for prompt in prompts for output in finish(engine, [prompt], CONTEXT)]
+    assert finish(engine, prompts, 3) == alone
+    assert finish(engine, prompts, 50) == alone
+
+
+@EACH
+def test_nothing_is_left_of_a_prompt_that_is_not_finished(
+    reader: tuple[House, Any, Preparer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is forgotten in the midst of an image, or its step fails."""
+    _, engine, preparer = reader
+    text, image, *_ = (preparer.prepare(*prompt) for prompt in asked(engine.model))
+    within = image.features[0].mm_position.offset + 3
+    add(engine, "forgotten", image)
+    engine.begin_prefill("forgotten", SLABS)
+    engine.step((), SLABS, ["forgotten"], within)
+    assert engine._runner.encoder_cache
+    engine.forget("forgotten")
+    assert_nothing_kept(engine)
+    engine.trim(0)
+
+    add(engine, "failed", image)
+    engine.begin_prefill("failed", SLABS)
+    engine.step((), SLABS, ["failed"], within)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "step", lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step((), SLABS, ["failed"], 45)
+    assert_nothing_kept(engine)
+    (produced,) = engine.prefill("failed", SLABS)
+    engine.forget("failed")
+    assert produced.token == finish(engine, [image], CONTEXT)[0][0]
+    assert finish(engine, [text], 4) == finish(engine, [text], CONTEXT)
+
+
+@EACH
+def test_a_failed_step_adds_nothing_to_the_next(
+    reader: tuple[House, Any, Preparer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-VL adds what it saw to several layers."""
+    _, engine, preparer = reader
+    text, _, image, *_ = (preparer.prepare(*prompt) for prompt in asked(engine.model))
+    expected = finish(engine, [text], CONTEXT)
+    add(engine, "failed", image)
+    with monkeypatch.context() as patch:
+        language = engine._runner.get_model().get_language_model()
+        patch.setattr(language.model, "forward", lambda *args, **kwargs: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.prefill("failed", SLABS)
+    engine.forget("failed")
+    assert finish(engine, [text], CONTEXT) == expected
+
+
+@EACH
+def test_images_are_not_shared_with_another_salt(reader: tuple[House, Any, Preparer]) -> None:
+    """What the encoder made is kept once for prompts with one salt."""
+    _, engine, preparer = reader
+    image = preparer.prepare(*asked(engine.model)[1])
+    behind = len(image.tokens) - image.features[0].mm_position.offset - 3
+    kept = []
+    for request, salt in (("one", "a"), ("same", "a"), ("other", "b"), ("none", None)):
+        add(engine, request, image, salt)
+        engine.begin_prefill(request, SLABS)
+        engine.step((), SLABS, [request], engine.tokens_left(request) - behind)
+        kept.append(len(engine._runner.encoder_cache))
+    assert kept == [1, 1, 2, 3]
+    for request in ("one", "same", "other", "none"):
+        engine.forget(request)
+    assert_nothing_kept(engine)
+    engine.trim(0)
+
+
+@QWEN
+def test_cached_blocks_are_those_of_the_same_image(reader: tuple[House, Any, Preparer]) -> None:
+    """Other images are behind equal tokens."""
+    _, engine, preparer = reader
+    _, image, _, other, _ = (preparer.prepare(*prompt) for prompt in asked(QWEN2_5))
+    assert image.tokens == other.tokens
+    left = {}
+    for request, prompt in (("first", image), ("again", image), ("other", other)):
+        add(engine, request, prompt)
+        engine.begin_prefill(request, SLABS)
+        left[request] = engine.tokens_left(request)
+        engine.step((), SLABS, [request], CONTEXT)
+        engine.forget(request)
+    before = image.features[0].mm_position.offset // BLOCK * BLOCK
+    total = len(image.tokens)
+    assert left == {
+        "first": total,
+        "again": total - (total - 1) // BLOCK * BLOCK,
+        "other": total - before,
+    }
+    engine.trim(0)
+
+
+def changed(feature: Any, **tensors: Any) -> Any:
+    """The image with other tensors; None leaves one out."""
+    data = MultiModalKwargsItem(feature.data)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            del data[name]
+        else:
+            data[name] = replace(data[name], data=tensor)
+    return replace(feature, data=data)
+
+
+def moved(feature: Any, **place: Any) -> Any:
+    return replace(feature, mm_position=replace(feature.mm_position, **place))
+
+
+@QWEN
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda one: [one, one, one], "3 images in a prompt, more than the 2 of `images`"),
+        (lambda one: [one, one], "image 1: tokens .* are not its own"),
+        (lambda one: [replace(one, modality="video")], "image 0: 'video' is not an image"),
+        (lambda one: [replace(one, data=None)], "no data"),
+        (lambda one: [replace(one, identifier="")], "no hash"),
+        (lambda one: [moved(one, offset=-1)], "are not its own"),
+        (lambda one: [moved(one, offset=1 << 40)], "are not its own"),
+        (lambda one: [moved(one, length=0)], "are not its own"),
+        (lambda one: [moved(one, length=one.mm_position.length - 1)], "embeddings for"),
+        (lambda one: [moved(one, is_embed=torch.ones(3, dtype=torch.bool))], "mask"),
+        (
+            lambda one: [moved(one, is_embed=torch.zeros(one.mm_position.length) > 0)],
+            "embeddings for 0 tokens",
+        ),
+        (lambda one: [changed(one, image_grid_thw=None)], "image_grid_thw is not a tensor"),
+        (lambda one: [changed(one, image_grid_thw=torch.ones(3))], "not three numbers"),
+        (lambda one: [changed(one, image_grid_thw=torch.tensor([2, 2, 2]))], "not of one image"),
+        (lambda one: [changed(one, image_grid_thw=torch.tensor([1, 3, 4]))], "not of one image"),
+        (
+            lambda one: [changed(one, image_grid_thw=torch.tensor([1, 1 << 40, 2]))],
+            "not of one image",
+        ),
+        (lambda one: [changed(one, pixel_values=torch.ones(2, 1176))], "pixel_values are"),
+        (
+            lambda one: [changed(one, pixel_values=one.data["pixel_values"].data.long())],
+            "of torch.int64",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    reader: tuple[House, Any, Preparer], spoil: Callable[[Any], list[Any]], reason: str
+) -> None:
+    """Before anything of it is computed, so that no other request suffers from it."""
+    assert_refused(reader, spoil, reason)
+
+
+@GEMMA
+@pytest.mark.parametrize(
+    ("patches", "reason"),
+    [
+        (None, "num_patches is not a tensor"),
+        (torch.tensor(0), "num_patches is 0"),
+        (torch.tensor(-1), "num_patches is -1"),
+        (torch.tensor(1 << 40), "num_patches is 1099511627776"),
+        (torch.tensor(2), "pixel_values are"),
+        (torch.tensor(1.0), "not a number"),
+        (torch.tensor([1, 1]), "not a number"),
+        (torch.tensor([[1]]), "not a number"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    reader: tuple[House, Any, Preparer], patches: torch.Tensor | None, reason: str
+) -> None:
+    assert_refused(reader, lambda one: [changed(one, num_patches=patches)], reason)
+
+
+def assert_refused(
+    reader: tuple[House, Any, Preparer], spoil: Callable[[Any], list[Any]], reason: str
+) -> None:
+    _, engine, preparer = reader
+    tokens, (feature,) = preparer.prepare(*asked(engine.model)[1])
+    with pytest.raises(ValueError, match=reason):
+        add(engine, "spoilt", Prepared(tokens, spoil(feature)))
+    assert not engine.knows("spoilt")
+    assert "spoilt" not in engine._runner.requests
+
+
+@QWEN
+def test_models_of_text_refuse_images(
+    reader: tuple[House, Any, Preparer], checkpoints: dict[str, str]
+) -> None:
+    house, _, preparer = reader
+    with pytest.raises(ValueError, match="LlamaForCausalLM are not served, only text"):
+        house.build("llama-mha", checkpoints["llama-mha"], prompt_images=1)
+    path = preparer.path
+    engine = house.build("text", path, dtype="float32")
+    prompt = preparer.prepare(*asked(QWEN2_5)[1])
+    with pytest.raises(ValueError, match="served for text only: its `images` is 0"):
+        engine.add(sequence("text", "image", prompt.tokens, GREEDY, mm_features=prompt.features))
+
+
+@QWEN
+def test_what_was_not_tried_is_not_built(
+    reader: tuple[House, Any, Preparer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`config check` refuses it before."""
+    house, engine, preparer = reader
+    chosen: dict[str, Any] = {"prompt_images": 1, "speculation": Speculation(4, 2, 5)}
+    with pytest.raises(UnsupportedModel, match="drafts were not tried with images in prompts"):
+        house.build("drafts", preparer.path, dtype="float32", **chosen)
+    gpu: Any = SimpleNamespace(host_memory=False)
+    with pytest.raises(ValueError, match="images are not served on GPUs"):
+        image_args(1, read_model_config(Path(preparer.path)), 1, gpu)
+    scheduler = engine._scheduler
+    monkeypatch.setattr(scheduler.scheduler_config, "disable_chunked_mm_input", True)
+    with pytest.raises(SeamMoved, match="shorten chunks that end within an image"):
+        ImagePrompts(engine._core.vllm_config, scheduler, engine._runner)
