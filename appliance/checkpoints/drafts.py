@@ -42,14 +42,14 @@ def check_drafts(
 ) -> None:
     """Raise `UnsupportedModel` for a model that may not have drafts. Its prompts have so many
     `images` at most."""
-    found = _why_not(config, task, on_cpu=on_cpu, ranks=ranks, images=images)
-    if not found and adapters:
-        found = "drafts were not tried with LoRA adapters: a model may have one or the other"
+    found = _why_not(config, task, on_cpu=on_cpu, ranks=ranks, images=images, adapters=adapters)
     if found:
         raise UnsupportedModel(f"{config.path}: {found}", OTHERWISE)
 
 
-def _why_not(config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int, images: int) -> str:
+def _why_not(
+    config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int, images: int, adapters: bool
+) -> str:
     name = config.architecture
     if task is not Task.GENERATE:
         return f"{name} generates no text here, so there is nothing to draft"
@@ -66,4 +66,6 @@ def _why_not(config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int, image
         return "drafts were not tried on several ranks"
     if images:
         return f"drafts were not tried with images in prompts (`images` is {images})"
+    if adapters:
+        return "drafts were not tried with LoRA adapters: a model may have one or the other"
     return ""

@@ -6,7 +6,6 @@ Every output is plain vLLM's with the same adapter, through evictions and the de
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -27,12 +26,14 @@ from appliance.engines.vllm.reference import (
 from tests.engine.house import make_checkpoint
 from tests.lora import ATTENTION, make_adapter
 from tests.patience import PATIENCE_SECONDS
+from tests.system.test_kinds import CONTEXT, TOKENS, ask
+from tests.system.test_kinds import PROMPTS as KINDS_PROMPTS
 
 BASE, OTHER = "llama-mha", "qwen2-gqa"
 ALL, SOME = f"{BASE}:all", f"{BASE}:some"
 NAMES = (BASE, ALL, SOME, OTHER)
-CONTEXT, TOKENS, TOKENS_BEFORE_KILL = 512, 40, 60
-PROMPTS = [tuple(3 + (i * 7 + k * 5) % 400 for k in range(5 + i * 20)) for i in range(4)]
+TOKENS_BEFORE_KILL = 60
+PROMPTS = KINDS_PROMPTS[:4]
 
 Outputs = dict[tuple[str, int], list[int]]
 
@@ -113,27 +114,13 @@ async def ask_all(url: str) -> tuple[Outputs, int]:
             killed = status["instances"][0]["pid"]
             os.kill(killed, signal.SIGKILL)
 
-    async def ask(client: httpx.AsyncClient, name: str, number: int) -> None:
-        tokens = outputs[name, number] = []
-        body = {
-            "model": name,
-            "prompt": PROMPTS[number],
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200, await answer.aread()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                        tokens += choice["token_ids"] or []
-                        on_token()
-
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
         await asyncio.gather(
-            *(ask(client, name, number) for name in NAMES for number in range(len(PROMPTS)))
+            *(
+                ask(client, name, number, outputs.setdefault((name, number), []), on_token)
+                for name in NAMES
+                for number in range(len(PROMPTS))
+            )
         )
     return outputs, killed
 
