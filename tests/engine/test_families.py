@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.families import TRIED, UnsupportedModel, base_architecture
 from appliance.checkpoints.model_config import ModelType, known_models
 from appliance.config.schema import Devices, Model
@@ -83,12 +85,8 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
             read_model(model, DEVICES)
         return
     entry = read_model(model, DEVICES)
-    known = least(entry, CONTEXT, DEVICES)
     engine = house.build(name, path, dtype=dtype)
-    tables = entry.kv.tables(engine.kv.block_tokens, CONTEXT)
-    assert (tables.tables, tables.windows) == (engine.kv.tables, engine.kv.windows)
-    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
-    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    check_sizes(entry, engine)
     after_loss = make_house()
     after_loss.build(name, path, dtype=dtype)
     sampling = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
@@ -115,6 +113,15 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
     after_loss.engines[name].retire()
 
 
+def check_sizes(entry: CatalogEntry, engine: Any) -> None:
+    """What was known of a model before is what its engine takes."""
+    known = least(entry, CONTEXT, DEVICES)
+    tables = entry.kv.tables(engine.kv.block_tokens, CONTEXT)
+    assert (tables.tables, tables.windows) == (engine.kv.tables, engine.kv.windows)
+    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+
+
 def greedy(
     plain: PlainAnswers, path: str, dtype: str, asked: Sequence[tuple[int, ...]], tokens: int
 ) -> list[list[int]]:
@@ -129,14 +136,10 @@ def test_all_that_are_served_can_be_built(tmp_path: Path, name: str) -> None:
     path = make_shrunken(tmp_path, name, CONFIGS[name])
     model = Model(name=name, path=path, dtype="float32", max_context=CONTEXT)
     entry = read_model(model, DEVICES)
-    known = least(entry, CONTEXT, DEVICES)
 
     engine = make_house().build(name, path, dtype="float32")
 
-    tables = entry.kv.tables(engine.kv.block_tokens, CONTEXT)
-    assert (tables.tables, tables.windows) == (engine.kv.tables, engine.kv.windows)
-    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
-    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    check_sizes(entry, engine)
     engine.retire()
 
 
