@@ -40,6 +40,12 @@ PROMPTS = [tuple(3 + (i * 7 + k * 5) % 400 for k in range(5 + i * 20)) for i in 
 POOL = "20MiB"
 PNG = "data:image/png;base64,iVBORw0KGgo="
 TOKENS_BEFORE_KILL = 15
+SHORT_TURNS = """[policy]
+use = ["aegaeon"]
+[policy.aegaeon]
+q_max_seconds = 0.02
+"""
+"""A turn ends after a few of its tokens on any machine, so that requests are preempted."""
 
 
 def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
@@ -47,7 +53,7 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
     with_images = Path(paths[READER], "chat_template.json")
     with_images.write_text(json.dumps({"chat_template": TEMPLATE}))
     expected = plain(paths)
-    file = configure(tmp_path, paths, f'memory = "{POOL}"\nhost_cache = "96MiB"\n')
+    file = configure(tmp_path, paths, f'memory = "{POOL}"\nhost_cache = "96MiB"\n{SHORT_TURNS}')
     with running_daemon(file, load_config(file)) as (url, _):
         outputs, killed = asyncio.run(ask_all(url))
         chats = [chat(url, "hello"), chat(url, [{"type": "image_url", "image_url": {"url": PNG}}])]
@@ -70,7 +76,8 @@ def configure(
     context: int = CONTEXT,
     dtype: str = "float32",
 ) -> Path:
-    """A configuration of small models on the CPU; `devices` are further lines of its table."""
+    """A configuration of small models on the CPU; `devices` are further lines of its table, and
+    of other tables after it."""
     file = folder / "appliance.toml"
     file.write_text(
         f'[api]\nbind = "127.0.0.1:{free_port()}"\nadmin_socket = ""\n'

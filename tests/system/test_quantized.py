@@ -18,7 +18,7 @@ from tests.configs import CONFIGS
 from tests.engine.quantizing import awq_config, gptq_config, quantize, to_floats, w8a8_config
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS
-from tests.system.test_kinds import PROMPTS, ask, configure, plain
+from tests.system.test_kinds import PROMPTS, SHORT_TURNS, ask, configure, plain
 
 MODELS = {
     "llama-3.1-8b-instruct": awq_config(32),
@@ -45,7 +45,7 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
     file = configure(
         tmp_path,
         paths,
-        f'memory = "{POOL}"\nhost_cache = "64MiB"\nimages = "images"\n',
+        f'memory = "{POOL}"\nhost_cache = "64MiB"\nimages = "images"\n{SHORT_TURNS}',
         dtype="auto",
     )
 
