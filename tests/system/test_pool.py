@@ -14,13 +14,17 @@ from appliance.vocabulary import PrefillDone
 from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start
 
 
+SHORT_TURNS = "[policy.aegaeon]\nq_max_seconds = 0.1\n"
+"""A turn of that policy ends before its requests do, on any machine."""
+
+
 @pytest.mark.parametrize("policy", ["appliance", "aegaeon"])
 def test_48_requests(
     policy: str, checkpoints: Path, chats: list[ChatRequest], expected: dict[ChatRequest, list[int]]
 ) -> None:
     """All finish, token for token as on plain vLLM; no pool ever exceeds its memory, by /proc, by
     the workers' count and by the ledger; and the journal replays to the same commands."""
-    with start(checkpoints, policy) as appliance:
+    with start(checkpoints, policy, more=SHORT_TURNS) as appliance:
         resident: list[int] = []
         seen = 0
 
