@@ -14,7 +14,6 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,6 +23,8 @@ import msgspec
 
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.checksums import SUMS, read_sums
+from appliance.cli.findings import Finding, fail, ok, warn
+from appliance.cli.gpu_checks import check_gpus, fitting_extra
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, Devices, KvSpillFolder, Model
@@ -35,6 +36,7 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.kv_files import SUFFIX
 from appliance.memory.vmm_host import HostVmm
 from appliance.platform.admin_socket import UNIX, admin_path
+from appliance.platform.gpus import GpusUnknown, driver_cuda_version
 from appliance.units import human
 
 SHMEM_HUGE: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -44,46 +46,14 @@ VERIFY_SECONDS: Final = 45.0
 """Longer than the daemon waits for its workers."""
 
 
-class Level(StrEnum):
-    """How bad it is."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """What one check found, and what to do about it."""
-
-    level: Level
-    what: str
-    finding: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return "  ".join(filter(None, (f"{self.level:<4}", self.what, self.finding, self.remedy)))
-
-
-def ok(what: str, finding: str) -> Finding:
-    return Finding(Level.OK, what, finding)
-
-
-def warn(what: str, finding: str, remedy: str) -> Finding:
-    return Finding(Level.WARN, what, finding, remedy)
-
-
-def fail(what: str, finding: str, remedy: str) -> Finding:
-    return Finding(Level.FAIL, what, finding, remedy)
-
-
 def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
     """All checks for the configuration in `path`, as they are done.
 
     With `verify`, checkpoints are compared with their checksums, and the weights on the devices of
     a running daemon with their master images: it reads all of them.
     """
-    yield from check_versions(installed())
     config, findings = check_configuration(path)
+    yield from check_versions(installed(), engine_remedy(config))
     yield from findings
     if config is None:
         return
@@ -103,6 +73,8 @@ def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
     yield check_locking(config, machine)
     yield check_huge_pages(config, machine)
     yield check_shared_memory()
+    if config.devices.cuda:
+        yield from check_gpus(config.devices.instances, daemon.processes)
     yield check_daemon(daemon)
     if verify:
         yield from verify_weights(daemon)
@@ -125,12 +97,25 @@ def installed() -> list[Package]:
     return [Package(name, _version(name), _wanted(name)) for name in (vllm, "torch")]
 
 
-def check_versions(packages: Sequence[Package]) -> Iterator[Finding]:
-    """Python and what computes: there, and the versions that this was written for."""
+def engine_remedy(config: Config | None) -> str:
+    """How to install what computes, on the devices of the configuration."""
+    if config is None or not config.devices.cuda:
+        return 'install the extra "cpu" of this package, or "gpu" for NVIDIA GPUs'
+    try:
+        extra = fitting_extra(driver_cuda_version())
+    except GpusUnknown:
+        extra = None
+    if extra == "gpu-cuda12":
+        return f'install vLLM and torch built for CUDA 12, then the extra "{extra}"'
+    return 'install the extra "gpu" of this package'
+
+
+def check_versions(packages: Sequence[Package], remedy: str) -> Iterator[Finding]:
+    """Python and what computes: there, and the versions that this was written for. `remedy` says
+    how to install what is not."""
     yield ok("python", platform.python_version())
     for name, version, wanted in packages:
         if version is None or importlib.util.find_spec(name.removesuffix("-cpu")) is None:
-            remedy = 'install the extra "cpu" of this package'
             yield fail(name, "is not installed", remedy)
         elif wanted is not None and version.partition("+")[0] != wanted:
             yield fail(name, f"{version}, and not {wanted}", f"install {name}=={wanted}")
@@ -240,6 +225,7 @@ class SystemFacts(NamedTuple):
     """What the system says of itself. None where it does not say, or has no limit."""
 
     total_bytes: int | None
+    """Of the machine, or of the control groups of this process, whichever is less."""
     available_bytes: int | None
     lockable_bytes: int | None
     """What a process like this one may lock in memory."""
@@ -252,7 +238,10 @@ class SystemFacts(NamedTuple):
         memory = _fields(root / "proc/meminfo")
         chosen = re.search(r"\[(\w+)\]", _text(root / SHMEM_HUGE.lstrip("/")))
         return cls(
-            total_bytes=_kib(memory.get("MemTotal")),
+            total_bytes=min(
+                (size for size in (_kib(memory.get("MemTotal")), _group_limit(root)) if size),
+                default=None,
+            ),
             available_bytes=_kib(memory.get("MemAvailable")),
             lockable_bytes=_lockable(_fields(root / "proc/self/status").get("CapEff", "0")),
             shmem_huge=chosen[1] if chosen else None,
@@ -348,6 +337,21 @@ def _fields(file: Path) -> dict[str, str]:
     return {name: value.strip() for name, _, value in pairs}
 
 
+def _group_limit(root: Path) -> int | None:
+    """The least limit of memory among the control groups (version 2) that this process is in."""
+    path = _fields(root / "proc/self/cgroup").get("0", "").strip(":/")
+    top = root / "sys/fs/cgroup"
+    group = top / path
+    limits = []
+    for folder in (group, *group.parents):
+        limit = _text(folder / "memory.max").strip()
+        if limit.isdecimal():
+            limits.append(int(limit))
+        if folder == top:
+            break
+    return min(limits, default=None)
+
+
 def _kib(value: str | None) -> int | None:
     return None if value is None else int(value.removesuffix(" kB")) * 1024
 
@@ -372,6 +376,8 @@ class DaemonProbe(NamedTuple):
     answers: bool = False
     degraded: tuple[str, ...] = ()
     """What is out of order though it is ready."""
+    processes: frozenset[int] | None = frozenset()
+    """Its workers; None if it did not tell them."""
 
     @classmethod
     def find(cls, config: Config) -> DaemonProbe:
@@ -393,12 +399,14 @@ class DaemonProbe(NamedTuple):
             with _client(url, ANSWER_SECONDS) as client:
                 response = client.get("/readyz")
                 body = msgspec.json.decode(response.content, type=_Readiness)
-                degraded = (_quarantines(client) or body.degraded) if body.degraded else ()
+                instances = _instances(client)
+                degraded = (_quarantines(instances) or body.degraded) if body.degraded else ()
         except httpx.TransportError as error:
             return cls(url, reasons=(str(error),))
         except msgspec.MsgspecError:
             return cls(url, reasons=("what answers is not the appliance",), answers=True)
-        return cls(url, body.ok, body.reasons, answers=True, degraded=degraded)
+        processes = None if instances is None else frozenset(i.pid for i in instances if i.pid)
+        return cls(url, body.ok, body.reasons, True, degraded, processes)
 
 
 class _Readiness(msgspec.Struct):
@@ -407,21 +415,26 @@ class _Readiness(msgspec.Struct):
     degraded: tuple[str, ...] = ()
 
 
-def _quarantines(client: httpx.Client) -> tuple[str, ...]:
-    """With their reasons, which `/readyz` gives without a key."""
+def _instances(client: httpx.Client) -> list[_Instance] | None:
+    """None without a key, where one is needed."""
     response = client.get("/api/instances")
     if not response.is_success:
-        return ()
-    found = msgspec.json.decode(response.content, type=_Instances).instances
+        return None
+    return msgspec.json.decode(response.content, type=_Instances).instances
+
+
+def _quarantines(instances: Sequence[_Instance] | None) -> tuple[str, ...]:
+    """With their reasons, which `/readyz` gives without a key."""
     return tuple(
         f"instance {one.instance} is quarantined: {one.quarantine}"
-        for one in found
+        for one in instances or ()
         if one.quarantine is not None
     )
 
 
 class _Instance(msgspec.Struct):
     instance: int
+    pid: int | None = None
     quarantine: str | None = None
 
 

@@ -20,6 +20,7 @@ import appliance
 from appliance.checkpoints.adapters import full_name
 from appliance.cli.config import diff, log_level, reload
 from appliance.cli.docs import config as configdoc
+from appliance.cli.findings import Level
 from appliance.cli.instances import instance
 from appliance.cli.keys import key
 from appliance.cli.models import drain, limit, load, pin, resume, rm, show, stop, unpin
@@ -130,7 +131,7 @@ def ps(url: str, as_json: bool) -> None:
 @json_option
 def doctor(path: Path, verify: bool, as_json: bool) -> None:
     """Check what the appliance needs, one line each: ok, warn or fail, and what to do about it."""
-    from appliance.cli.doctor import Level, examine  # loads the memory's parts
+    from appliance.cli.doctor import examine  # loads the memory's parts
 
     findings = []
     for finding in examine(path, verify=verify):

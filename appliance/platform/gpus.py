@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
 class Gpu(NamedTuple):
@@ -14,6 +17,33 @@ class Gpu(NamedTuple):
     number: int
     name: str
     memory_bytes: int
+
+
+class Link(NamedTuple):
+    """A PCIe link: its generation, and how many lanes it has."""
+
+    generation: int
+    lanes: int
+
+
+class GpuFacts(NamedTuple):
+    """One GPU as it is set up in this machine. None where the driver does not tell."""
+
+    gpu: Gpu
+    bus: str
+    """Its address on the PCI bus."""
+    capability: tuple[int, int]
+    """Of computing: major and minor."""
+    link: Link | None
+    """As negotiated; the generation may be lower while the GPU is idle."""
+    most_link: Link | None
+    """What GPU and slot could do."""
+    persistent: bool | None
+    """Whether the driver keeps it initialised while it is not used."""
+    users: tuple[int, ...]
+    """Processes that compute on it."""
+    node: int | None
+    """NUMA node; None if the machine has one only."""
 
 
 class GpusUnknown(OSError):
@@ -26,20 +56,75 @@ def list_gpus() -> list[Gpu]:
         found = []
         for number in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
-            name = nvml.nvmlDeviceGetName(handle)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            # Older bindings answer in bytes.
-            found.append(
-                Gpu(number, name.decode() if isinstance(name, bytes) else name, int(memory.total))
-            )
+            found.append(Gpu(number, _text(nvml.nvmlDeviceGetName(handle)), int(memory.total)))
         return found
+
+
+def read_gpus(devices: Path = PCI_DEVICES) -> list[GpuFacts]:
+    """All GPUs, by number, as they are set up. Raises `GpusUnknown`."""
+    found = []
+    gpus = list_gpus()
+    with nvml_open() as nvml:
+        for gpu in gpus:
+            handle = nvml.nvmlDeviceGetHandleByIndex(gpu.number)
+            bus = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+            running = _told(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+            persistent = _told(nvml, nvml.nvmlDeviceGetPersistenceMode, handle)
+            found.append(
+                GpuFacts(
+                    gpu=gpu,
+                    bus=bus,
+                    capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                    link=_link(nvml, handle, "Curr"),
+                    most_link=_link(nvml, handle, "Max"),
+                    persistent=None if persistent is None else bool(persistent),
+                    users=tuple(int(process.pid) for process in running),
+                    node=_node(devices, bus),
+                )
+            )
+    return found
+
+
+def _link(nvml: Any, handle: Any, which: str) -> Link | None:
+    generation = _told(nvml, getattr(nvml, f"nvmlDeviceGet{which}PcieLinkGeneration"), handle)
+    lanes = _told(nvml, getattr(nvml, f"nvmlDeviceGet{which}PcieLinkWidth"), handle)
+    return None if generation is None or lanes is None else Link(generation, lanes)
+
+
+def _told(nvml: Any, ask: Callable[[Any], Any], handle: Any) -> Any | None:
+    """The answer; None if this GPU or this user gets none."""
+    try:
+        return ask(handle)
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission):
+        return None
+
+
+def _node(devices: Path, bus: str) -> int | None:
+    """NVML writes eight digits of the domain, the kernel four."""
+    try:
+        node = int((devices / bus.lower()[-12:] / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def driver_version() -> str:
     """Of NVIDIA's kernel driver. Raises `GpusUnknown`."""
     with nvml_open() as nvml:
-        version = nvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else str(version)
+        return _text(nvml.nvmlSystemGetDriverVersion())
+
+
+def driver_cuda_version() -> tuple[int, int]:
+    """The newest CUDA that the driver runs: major and minor. Raises `GpusUnknown`."""
+    with nvml_open() as nvml:
+        version = int(nvml.nvmlSystemGetCudaDriverVersion())
+        return version // 1000, version % 1000 // 10
+
+
+def _text(value: str | bytes) -> str:
+    """Older bindings answer in bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 @contextlib.contextmanager
@@ -52,7 +137,8 @@ def nvml_open() -> Iterator[Any]:
         nvml = importlib.import_module("pynvml")
     except ImportError as error:
         raise GpusUnknown(
-            'NVIDIA\'s management library cannot be asked: install the extra "gpu" of this package'
+            'NVIDIA\'s management library cannot be asked: install the extra "gpu" of this package '
+            '(drivers older than 580: "gpu-cuda12")'
         ) from error
     try:
         nvml.nvmlInit()

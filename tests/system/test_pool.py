@@ -13,7 +13,6 @@ from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from appliance.vocabulary import PrefillDone
 from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start
 
-
 SHORT_TURNS = "[policy.aegaeon]\nq_max_seconds = 0.1\n"
 """A turn of that policy ends before its requests do, on any machine."""
 

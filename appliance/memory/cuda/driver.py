@@ -31,7 +31,7 @@ def driver() -> Any:
     except (ImportError, RuntimeError) as error:
         raise OSError(
             f"the CUDA driver cannot be used: {error}; install NVIDIA's driver (libcuda.so.1) "
-            "and the extra 'gpu'"
+            "and the extra 'gpu' (drivers older than 580: 'gpu-cuda12')"
         ) from error
     _check(bindings, "cuInit", result, "")
     return bindings

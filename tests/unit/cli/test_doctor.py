@@ -17,15 +17,8 @@ from typing import Any
 import pytest
 
 from appliance.cli import doctor
-from appliance.cli.doctor import (
-    SHMEM_HUGE,
-    Finding,
-    Level,
-    Package,
-    SystemFacts,
-    check_kv_spill,
-    examine,
-)
+from appliance.cli.doctor import SHMEM_HUGE, Package, SystemFacts, check_kv_spill, examine
+from appliance.cli.findings import Finding, Level
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, KvSpillFolder
 from appliance.memory import mapping
@@ -172,7 +165,7 @@ def test_a_finding_is_one_line() -> None:
 )
 def test_versions(package: Package, level: Level, finding: str) -> None:
     """A package is there, can be found, and has the version that was asked for, if one was."""
-    found = by_what(doctor.check_versions([package]))[package.name]
+    found = by_what(doctor.check_versions([package], "install it"))[package.name]
 
     assert (found.level, found.finding) == (level, finding)
 
@@ -409,6 +402,18 @@ def test_the_facts_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert SystemFacts.read(tmp_path) == SystemFacts(
         24684084 * 1024, 21236764 * 1024, 8192, "never"
     )
+
+    # A control group of an ancestor has the least limit.
+    groups = {
+        "proc/self/cgroup": "0::/box/appliance\n",
+        "sys/fs/cgroup/box/appliance/memory.max": "max\n",
+        "sys/fs/cgroup/box/memory.max": "4096\n",
+        "sys/fs/cgroup/memory.max": "8192\n",
+    }
+    for name, text in groups.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="ascii")
+    assert SystemFacts.read(tmp_path).total_bytes == 4096
 
     # CAP_IPC_LOCK: the limit does not count.
     (tmp_path / "proc/self/status").write_text("CapEff:\t0000000000004000\n", encoding="ascii")

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import appliance
-from appliance.cli.doctor import Finding, Level
+from appliance.cli.findings import Finding, Level
 from appliance.cli.main import cli
 from appliance.config.loader import load_config
 from appliance.config.schema import Config

@@ -18,6 +18,9 @@ class PretendNvml(ModuleType):
     class NVMLError_NotSupported(NVMLError):  # noqa: N801
         pass
 
+    class NVMLError_NoPermission(NVMLError):  # noqa: N801
+        pass
+
     class NVMLError_Timeout(NVMLError):  # noqa: N801
         pass
 
@@ -47,6 +50,12 @@ class PretendNvml(ModuleType):
         """GPUs that fell off the bus."""
         self.uncorrected = 0
         """Memory errors of every GPU that could not be corrected."""
+        self.cuda = 13000
+        """The driver's CUDA: a thousand for each major version, ten for each minor one."""
+        self.users: dict[int, list[int]] = {}
+        """Processes that compute, by GPU."""
+        self.lanes = 16
+        """Of every GPU's link, now."""
 
     def nvmlInit(self) -> None:  # noqa: N802
         if self.broken:
@@ -118,6 +127,39 @@ class PretendNvml(ModuleType):
         if handle in self.lost:
             raise self.NVMLError_GpuIsLost("GPU is lost")
         return handle
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
+        return self.cuda
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=f"00000000:3{'BCDEF'[handle]}:00.0".encode())
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:  # noqa: N802
+        return [9, 0]
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: int) -> int:  # noqa: N802
+        self._sensor("link")
+        return 1
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
+        return self.lanes
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:  # noqa: N802
+        return 5
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
+        return 16
+
+    def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:  # noqa: N802
+        self._sensor("persistence")
+        return 1
+
+    def nvmlDeviceGetComputeRunningProcesses(  # noqa: N802
+        self, handle: int
+    ) -> list[SimpleNamespace]:
+        if "users" in self.lacking:
+            raise self.NVMLError_NoPermission("Insufficient Permissions")
+        return [SimpleNamespace(pid=pid) for pid in self.users.get(handle, [])]
 
     def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
         return b"580.1"

@@ -13,7 +13,16 @@ from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.config.sizing import kv_floor_slabs
 from appliance.errors import ConfigError
-from appliance.platform.gpus import Gpu, GpusUnknown, driver_version, list_gpus
+from appliance.platform.gpus import (
+    Gpu,
+    GpuFacts,
+    GpusUnknown,
+    Link,
+    driver_cuda_version,
+    driver_version,
+    list_gpus,
+    read_gpus,
+)
 from tests.unit.doubles.pretend_nvml import install
 
 GIB = 1 << 30
@@ -56,6 +65,37 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert list_gpus() == [Gpu(0, "Pretend 0", 8 * GIB), Gpu(1, "Pretend 1", 16 * GIB)]
     assert driver_version() == "580.1"
+    assert nvml.open == 0
+
+
+def test_gpus_are_read_as_they_are_set_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Link, users, persistence and NUMA node of each; what is not told is None."""
+    nvml = install(monkeypatch, [8 * GIB, 16 * GIB])
+    nvml.users[1] = [42]
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "numa_node").write_text("1\n")
+    (tmp_path / "0000:3c:00.0").mkdir()
+    (tmp_path / "0000:3c:00.0" / "numa_node").write_text("-1\n")
+
+    first, second = read_gpus(tmp_path)
+
+    assert first == GpuFacts(
+        gpu=Gpu(0, "Pretend 0", 8 * GIB),
+        bus="00000000:3B:00.0",
+        capability=(9, 0),
+        link=Link(1, 16),
+        most_link=Link(5, 16),
+        persistent=True,
+        users=(),
+        node=1,
+    )
+    assert (second.users, second.node) == ((42,), None)
+    nvml.lacking |= {"link", "persistence", "users"}
+    untold = read_gpus(tmp_path / "none")[1]
+    assert (untold.link, untold.persistent, untold.users, untold.node) == (None, None, (), None)
+    assert driver_cuda_version() == (13, 0)
     assert nvml.open == 0
 
 

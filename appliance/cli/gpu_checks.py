@@ -1,0 +1,201 @@
+"""What the doctor checks of GPUs: their driver, the packages for it, and each GPU that is used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Final, NamedTuple
+
+from appliance.cli.findings import Finding, fail, ok, warn
+from appliance.memory.cuda.abilities import Abilities, read_abilities
+from appliance.platform.gpus import (
+    GpuFacts,
+    GpusUnknown,
+    driver_cuda_version,
+    driver_version,
+    read_gpus,
+)
+from appliance.units import human
+
+EXTRAS: Final[Mapping[int, str]] = {13: "gpu", 12: "gpu-cuda12"}
+"""The extra of this package for each generation of CUDA, newest first."""
+
+LEAST_CAPABILITY: Final = (8, 0)
+"""The oldest that our kernels are compiled for."""
+
+LEAST_BINDINGS: Final = (12, 9, 1)
+"""cuda-bindings: older ones hold the interpreter's lock during calls of the driver."""
+
+Version = tuple[int, ...]
+
+
+class CudaPackages(NamedTuple):
+    """Versions of what talks to CUDA, as installed; None: it is not."""
+
+    bindings: str | None
+    """cuda-bindings."""
+    cupy: tuple[str, str] | None
+    """The distribution of CuPy, and its version."""
+
+    @classmethod
+    def installed(cls) -> CudaPackages:
+        """From the metadata of packages; none of them is imported."""
+        names = [f"cupy-cuda{generation}x" for generation in EXTRAS]
+        found = [(name, version) for name in names if (version := _version(name))]
+        return cls(_version("cuda-bindings"), found[0] if found else None)
+
+
+def fitting_extra(cuda: Version) -> str | None:
+    """The extra for a driver of this version of CUDA; None if it is too old for all of them.
+
+    A driver runs what was built for its own generation of CUDA, and for earlier ones.
+    """
+    return next((extra for generation, extra in EXTRAS.items() if cuda[0] >= generation), None)
+
+
+def check_gpus(
+    instances: int,
+    own_processes: frozenset[int] | None,
+    abilities: Callable[[str], Abilities] = read_abilities,
+) -> Iterator[Finding]:
+    """All checks of GPUs, for a daemon that has the first `instances` of them.
+
+    `own_processes` are those of the daemon that runs; None if one runs and they are not known.
+    """
+    try:
+        driver, cuda, gpus = driver_version(), driver_cuda_version(), read_gpus()
+    except GpusUnknown as error:
+        yield fail("gpu driver", str(error), "see docs/gpu.md")
+        return
+    yield check_cuda(driver, cuda, CudaPackages.installed())
+    used = gpus[:instances]
+    for facts in used:
+        yield check_gpu(facts, abilities)
+        yield check_link(facts)
+        yield check_persistence(facts)
+        yield check_users(facts, own_processes)
+    if used:
+        yield check_nodes(used)
+
+
+def check_cuda(driver: str, cuda: Version, packages: CudaPackages) -> Finding:
+    """Whether driver and packages are of generations that go together."""
+    what, found = "gpu driver", f"{driver}, CUDA {'.'.join(map(str, cuda))}"
+    extra = fitting_extra(cuda)
+    if extra is None:
+        oldest = min(EXTRAS)
+        return fail(what, f"{found}, older than CUDA {oldest}", "install driver 525 or newer")
+    remedy = f'install the extra "{extra}" of this package'
+    if packages.cupy is None:
+        return fail(what, f"{found}; CuPy is not installed", remedy)
+    name, version = packages.cupy
+    if packages.bindings is None:
+        return fail(what, f"{found}; cuda-bindings is not installed", remedy)
+    found += f"; {name} {version}, cuda-bindings {packages.bindings}"
+    bindings = _numbers(packages.bindings)
+    generations = {name: int(name[len("cupy-cuda") : -1]), "cuda-bindings": bindings[0]}
+    newer = [package for package, generation in generations.items() if generation > cuda[0]]
+    if newer:
+        return fail(what, f"{found}: the driver is older than {' and '.join(newer)}", remedy)
+    if bindings < LEAST_BINDINGS:
+        return warn(
+            what,
+            f"{found}: these bindings stop all of a worker's threads during calls of the driver",
+            f"install cuda-bindings {'.'.join(map(str, LEAST_BINDINGS))} or newer",
+        )
+    return ok(what, found)
+
+
+def check_gpu(facts: GpuFacts, abilities: Callable[[str], Abilities]) -> Finding:
+    """Whether the GPU can hold a pool, and run the kernels."""
+    capability = ".".join(map(str, facts.capability))
+    found = f"{facts.gpu.name}, {human(facts.gpu.memory_bytes)}, compute capability {capability}"
+    what = f"gpu {facts.gpu.number}"
+    if facts.capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        return fail(what, found, f"use GPUs of compute capability {least} or newer")
+    try:
+        able = abilities(facts.bus)
+    except OSError as error:
+        return fail(what, f"{found}; {error}", "check the driver with `nvidia-smi`")
+    missing = [
+        text
+        for text, there in (
+            ("virtual memory management", able.maps_memory),
+            ("events between processes", able.shares_events),
+        )
+        if not there
+    ]
+    if missing:
+        remedy = "update the driver; to a virtual machine, pass the whole GPU through"
+        return fail(what, f"{found}, without {' and '.join(missing)}", remedy)
+    return ok(what, found)
+
+
+def check_link(facts: GpuFacts) -> Finding:
+    """Whether the PCIe link is as wide as it can be, as a switch of models takes a copy over it."""
+    what, link, most = f"pcie of gpu {facts.gpu.number}", facts.link, facts.most_link
+    if link is None or most is None:
+        return ok(what, "not reported by the driver")
+    found = f"generation {link.generation}, {link.lanes} lanes"
+    if link.lanes < most.lanes:
+        return warn(
+            what,
+            f"{found} of {most.lanes}: copies take {most.lanes / link.lanes:g} times as long",
+            "use another slot, or check its settings in the firmware and the riser",
+        )
+    if link.generation < most.generation:
+        found += f" (up to generation {most.generation}; lower while the GPU is idle)"
+    return ok(what, found)
+
+
+def check_persistence(facts: GpuFacts) -> Finding:
+    """Whether the driver keeps the GPU initialised while nothing uses it."""
+    what = f"persistence of gpu {facts.gpu.number}"
+    if facts.persistent is None:
+        return ok(what, "not reported by the driver")
+    if facts.persistent:
+        return ok(what, "on")
+    remedy = "enable nvidia-persistenced.service, or `nvidia-smi -pm 1`"
+    return warn(what, "off: a worker takes seconds longer to start", remedy)
+
+
+def check_users(facts: GpuFacts, own_processes: frozenset[int] | None) -> Finding:
+    """Whether other programs use the GPU: the pool takes the memory that it was configured for."""
+    what = f"processes on gpu {facts.gpu.number}"
+    if not facts.users:
+        return ok(what, "none")
+    if own_processes is None:
+        return ok(what, f"{len(facts.users)}, and a daemon runs")
+    others = sorted(set(facts.users) - own_processes)
+    if not others:
+        return ok(what, "none but the daemon's")
+    listed = ", ".join(map(str, others))
+    remedy = "end them, or make devices.memory smaller by what they use"
+    return warn(what, f"{len(others)} that are not the daemon's: {listed}", remedy)
+
+
+def check_nodes(used: Sequence[GpuFacts]) -> Finding:
+    """Whether all GPUs hang on one NUMA node: the host cache lies on one if nothing spreads it."""
+    what = "numa"
+    nodes = sorted({facts.node for facts in used if facts.node is not None})
+    if len(nodes) < 2:
+        return ok(what, f"GPUs on node {nodes[0]}" if nodes else "one node")
+    return warn(
+        what,
+        f"GPUs on nodes {', '.join(map(str, nodes))}: copies from a host cache on one of them to "
+        "GPUs of another are slower",
+        "set NUMAPolicy=interleave and NUMAMask=all in the service's unit",
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> Version:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
