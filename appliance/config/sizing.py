@@ -205,6 +205,6 @@ def _kv_geometry(tables: BlockTables, devices: Devices) -> KvGeometry:
         layers=layers,
         layer_block_bytes=tables.layers * tables.layer_block_bytes // layers,
         slab_bytes=devices.slab_bytes,
-        pool_slabs=1,
+        pool_slabs=devices.slabs + devices.runtime_slabs,
         least_blocks=1,
     )

@@ -37,7 +37,12 @@ BLOCK_TOKENS: Final = 32
 SLACK: Final = 1.25
 
 WASTE: Final = 0.05
+"""The part of a group that may lie in blocks that straddle it, where larger groups can help it."""
+
 MOST_SLABS: Final = 64
+SHARE: Final = 1 / 32
+"""Groups are made larger, so that they waste less, up to so many slabs in each layer, and up to
+this share of the pool: many models have to find room for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,13 @@ class KvGeometry:
         pool_slabs: int,
         least_blocks: int,
     ) -> KvGeometry:
-        """The smallest groups that always hold a block, in a range that outgrows the pool. Where
-        all layers are one, as on a GPU, the smallest of those that waste next to nothing.
+        """The smallest groups that always hold a block and waste next to nothing, as far as their
+        size allows, in a range that outgrows the pool.
 
         `least_blocks` are addressable whatever the pool's size.
         """
-        extent_slabs, blocks = _extent(layer_block_bytes, slab_bytes, sparing=layers == 1)
+        most_slabs = min(MOST_SLABS, int(SHARE * pool_slabs / layers))
+        extent_slabs, blocks = _extent(layer_block_bytes, slab_bytes, most_slabs)
         groups = max(ceil(SLACK * pool_slabs / (layers * extent_slabs)), -(-least_blocks // blocks))
         # Layers begin on slab boundaries, and hold a whole number of blocks.
         unit = lcm(slab_bytes, layer_block_bytes)
@@ -121,11 +127,11 @@ class KvGeometry:
         ]
 
 
-def _extent(block_bytes: int, slab_bytes: int, *, sparing: bool) -> tuple[int, int]:
+def _extent(block_bytes: int, slab_bytes: int, most_slabs: int) -> tuple[int, int]:
     """Slabs of a group in one layer, and the blocks that each such group holds at least.
 
-    The smallest that holds one. If `sparing`, the smallest that wastes at most `WASTE` of its
-    bytes, or, if there is none up to `MOST_SLABS`, the one that wastes least.
+    The smallest that wastes at most `WASTE` of its bytes; if there is none up to `most_slabs`, the
+    one up to there that wastes least, or else the smallest that holds a block.
     """
     least = -(-block_bytes // slab_bytes)
     best: tuple[float, int, int] | None = None
@@ -134,7 +140,7 @@ def _extent(block_bytes: int, slab_bytes: int, *, sparing: bool) -> tuple[int, i
         wasted = 1 - blocks * block_bytes / (slabs * slab_bytes)
         if blocks and (best is None or wasted < best[0]):
             best = (wasted, slabs, blocks)
-        if best is not None and (not sparing or best[0] <= WASTE or slabs >= MOST_SLABS):
+        if best is not None and (best[0] <= WASTE or slabs >= most_slabs):
             return best[1:]
     raise AssertionError("a range without end has ended")
 
