@@ -162,6 +162,7 @@ def make_daemon(config: Config) -> Daemon:
             devices=[f"cuda:{n}" for n in range(devices.instances)] if devices.cuda else (),
             runtime_slabs=devices.runtime_slabs,
             images=_prepared_images(config),
+            encoded=devices.host_cache_codec != "none",
         ),
         Limits(
             queue=config.api.max_queue,

@@ -321,6 +321,8 @@ class WeightsStored(Event, frozen=True, kw_only=True):
 
     instance: InstanceId
     model: ModelName
+    host_slabs: int | None = None
+    """How many of the slabs it was given, from the first on, the image takes; None for all."""
 
 
 class ModelLoaded(Event, frozen=True, kw_only=True):

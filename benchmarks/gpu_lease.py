@@ -64,6 +64,14 @@ SECTIONS: Final = {
             *("--json", "{json}"),
         ),
     ),
+    "codec": Section(
+        "encoded weights: decoding, and a switch of 8 GB with it beside a plain one",
+        150,
+        ("benchmarks/codec.py", "--cuda", "--json", "{json}"),
+    ),
+    "codec-smoke": Section(
+        "the same as C++, tiny", 60, ("benchmarks/codec.py", "--cuda", "--smoke")
+    ),
     "pool-small": Section(
         "three models in a pool for two, tokens compared with stock vLLM's",
         300,

@@ -497,6 +497,13 @@ def verify_weights(daemon: DaemonProbe) -> Iterator[Finding]:
 def _judge(what: str, verdict: str) -> Finding:
     if verdict in (Verdict.NOT_LOADED, Verdict.NO_IMAGE):
         return ok(what, f"not compared: {verdict}")
+    if verdict == Verdict.DAMAGED:
+        return fail(
+            what,
+            "image damaged: a block in the host cache is not what was encoded, and the log names "
+            "it; the model is loaded from its files",
+            "restart the daemon, which encodes it anew; if it comes again, test the memory",
+        )
     if verdict != Verdict.DIFFERS:
         return ok(what, verdict)
     return fail(

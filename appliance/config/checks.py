@@ -140,6 +140,23 @@ def _check_devices(devices: Devices, report: ProblemReport) -> None:
             f"is smaller than a slab of {human(slab)}{runtime}",
             "make it larger",
         )
+    if devices.host_cache_codec != "none":
+        _check_codec(devices, report)
+
+
+def _check_codec(devices: Devices, report: ProblemReport) -> None:
+    """What cannot be together with weights that are encoded in the host cache."""
+    for found, wrong, remedy in (
+        (devices.cuda, "weights are not decoded on GPUs yet", 'devices.kind = "cpu"'),
+        (devices.images, "images on disk are those of plain weights", "no devices.images"),
+        (
+            devices.tensor_parallel > 1,
+            "ranks share the slabs of an image, and would need different numbers of them",
+            "devices.tensor_parallel = 1",
+        ),
+    ):
+        if found:
+            report.add(("devices", "host_cache_codec"), wrong, f'use "none", or {remedy}')
 
 
 def _check_policies(table: PolicyTable, report: ProblemReport) -> None:

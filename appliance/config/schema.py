@@ -250,6 +250,14 @@ class Devices(Section, kw_only=True):
             "whose weights have no room in it are loaded from disk."
         ),
     ] = msgspec.field(default=Bytes(4 << 30), name="host_cache")
+    host_cache_codec: Annotated[
+        Literal["none", "exp7"],
+        Meta(
+            description="How weights lie in the host cache: as they are, or with the exponents of "
+            "bf16 numbers in three bits (`exp7`), which takes 0.70 of the room, and is decoded at "
+            "every switch. Nothing is lost. On CPUs, without `images` and ranks."
+        ),
+    ] = "none"
     images: Annotated[
         str,
         Meta(

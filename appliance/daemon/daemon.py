@@ -106,7 +106,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers run on. `cpus[i]` are the processors of instance i, `devices[i]` is what it
     computes on, if that is not the CPU. Each of its `ranks` has a pool of `pool_slabs`; a GPU has
     `runtime_slabs` besides its pool. Packed weights are kept in the folder `images`, if that is
-    one."""
+    one. Master images are `encoded`, or plain."""
 
     pool_slabs: int
     cpus: Sequence[str]
@@ -114,6 +114,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     devices: Sequence[str] = ()
     runtime_slabs: int = 0
     images: str = ""
+    encoded: bool = False
 
     def configuration(
         self, number: InstanceId, setup: Setup, models: Sequence[ServedModel]
@@ -131,6 +132,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
             device=self.devices[number] if self.devices else "cpu",
             runtime_slabs=self.runtime_slabs,
             images=self.images,
+            encoded=self.encoded,
         )
 
     def gpus(self) -> GpuWatch | None:

@@ -98,6 +98,8 @@ class Verdict(StrEnum):
 
     OK = "ok"
     DIFFERS = "differs"
+    DAMAGED = "image damaged"
+    """The master image itself is not what was encoded; the worker's log names its blocks."""
     NOT_LOADED = "not loaded"
     NO_IMAGE = "no image"
 
@@ -113,14 +115,15 @@ class Engine(Protocol):
     weight_slabs: int
     """Slabs of each device that the weights need."""
     host_slabs: int
-    """Slabs of the host tier that the master image needs, for all ranks."""
+    """Slabs of the host tier that a master image is written to, for all ranks."""
     layout_digest: str
     """Identifies the layout of the master image; equal on all instances that may share one."""
     kv: KvShape
 
-    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> int:
         """Adopt the master image at these host slabs; if `fill`, write it there first, straight
         from the checkpoint's files. Without slabs there is no image: every load reads the files.
+        Returns how many of the slabs, from the first on, it takes: fewer once it was encoded.
 
         May be called again, with other slabs, while the weights are not on the device. Raises
         `CheckpointError` if the files are not what they were when the engine was built.

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from appliance.kernels.exp7 import VALUES
+
 BLOCKS: Final = "blocks.cu"
 FINGERPRINT: Final = "fingerprint.cu"
+EXP7: Final = "exp7.cu"
 OPTIONS: Final = ("-std=c++17",)
 _THREADS: Final = 256
 _BLOCKS_PER_PROCESSOR: Final = 4
+_EXP7_VALUES: Final = 32
+"""Numbers that a thread decodes at a time."""
 
 
 def source(name: str) -> str:
@@ -33,6 +38,8 @@ class Kernels:
         self._scatter = blocks.get_function("scatter_blocks")
         module = self._cupy.RawModule(code=source(FINGERPRINT), options=OPTIONS)
         self._fingerprint = module.get_function("fingerprint")
+        module = self._cupy.RawModule(code=source(EXP7), options=OPTIONS)
+        self._decode_exp7 = module.get_function("decode_exp7")
         attributes = self._cupy.cuda.Device().attributes
         self._most = attributes["MultiProcessorCount"] * _BLOCKS_PER_PROCESSOR
 
@@ -88,6 +95,25 @@ class Kernels:
             arguments = (self._pointer(address), self._cupy.int64(nbytes), total)
             self._fingerprint(grid, (_THREADS,), arguments)
             return int(total[0])
+
+    def decode_exp7(
+        self, to: int, image: int, entries: int, first: int, count: int, stream: int = 0
+    ) -> None:
+        """Decode `count` blocks of an image from `first` on, in order, to `to`; see `exp7.cu`.
+
+        The table of entries lies on the device, too, and was checked by the caller. Raises
+        `ValueError` for addresses that are not multiples of 16.
+        """
+        for address in (to, image, entries):
+            if address % 16:
+                raise ValueError(f"blocks lie at multiples of 16, not at {address:#x}")
+        with self._cupy.cuda.ExternalStream(stream):
+            arguments = (
+                *map(self._pointer, (to, image, entries)),
+                *map(self._cupy.int64, (first, count)),
+            )
+            grid = self._grid(count * VALUES // (_EXP7_VALUES * _THREADS))
+            self._decode_exp7(grid, (_THREADS,), arguments)
 
     def _move(
         self,

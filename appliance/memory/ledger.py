@@ -227,6 +227,18 @@ class HostLedger:
         for row in self._weights.pop(model):
             self._free_run(row.start, len(row))
 
+    def shrink_weights(self, model: ModelName, slabs: int) -> None:
+        """The master image of a model takes its first `slabs` slabs only; the rest is free."""
+        kept: list[range] = []
+        for row in self._weights[model]:
+            mine = row[:slabs]
+            slabs -= len(mine)
+            if mine:
+                kept.append(mine)
+            if left := row[len(mine) :]:
+                self._free_run(left.start, len(left))
+        self._weights[model] = tuple(kept)
+
     def room_for_blocks(self, block_bytes: int) -> int:
         """Blocks of this size that KV could take now, if its slabs lie in a row where a block is
         longer than one. O(sizes of runs)."""

@@ -7,7 +7,8 @@ the host tier the same bytes are cut in slabs, which need not be neighbours:
     image    [ slab 0 ] ... [ slab 2 ] .. [ slab 1 ]  offsets given by the ledger
 
 The caller makes the image from the checkpoint's files. Without room for it in the host
-tier the files are read at every load.
+tier the files are read at every load. With a codec the image is in fewer slabs, and decoded at
+every load.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import bisect
 import ctypes
 import hashlib
+import logging
 import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from appliance.memory import mapping
 from appliance.memory.arena import Arena, Region
@@ -34,6 +36,8 @@ ALIGNMENT: Final = 256
 MAPPED_AHEAD_BYTES: Final = 64 << 20
 """What is mapped at one go, just before it is copied. A GPU's driver takes half as long to map a
 GiB of slabs of 2 MiB as a link to copy it, so the copy must not wait for all of it."""
+
+log = logging.getLogger("appliance.memory.weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Image:
 
     def __init__(self, addresses: Sequence[int], slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
+        self.slabs = len(addresses)
         self._runs: list[tuple[int, int, int]] = []  # offset, address, bytes; neighbours are one
         for slab, address in enumerate(addresses):
             if self._runs and sum(self._runs[-1][1:]) == address:
@@ -123,6 +128,26 @@ Raises `TransferCancelled` soon after the transfer was cancelled, and whatever g
 """
 
 
+class ImageDamaged(Exception):
+    """Bytes of a master image are not what was written there; the message names them."""
+
+
+class MasterCodec(Protocol):
+    """Makes master images smaller; `nbytes` are those of the plain image."""
+
+    def slabs(self, nbytes: int, slab_bytes: int) -> int:
+        """The most that an image takes, which it does until it is encoded."""
+
+    def encode(self, image: Image, nbytes: int) -> int:
+        """Encode a plain image where it lies; how many of its slabs it takes from now on."""
+
+    def decode(self, image: Image, nbytes: int, transfer: Transfer, to: Image) -> None:
+        """Write the plain image, as a `Write` does, from the slabs that an encoded one takes.
+
+        Raises `ImageDamaged`; what has landed until then is right.
+        """
+
+
 class DeviceWeights:
     """The weights of one engine: a region of the arena, filled from the host tier or the files.
 
@@ -140,9 +165,12 @@ class DeviceWeights:
         write: Write,
         *,
         staged: bool = False,
+        codec: MasterCodec | None = None,
     ) -> None:
         """`write` brings the image from the checkpoint. It writes to host memory only: where the
-        region is none, the weights are `staged` in some on their way from the files."""
+        region is none, the weights are `staged` in some on their way from the files. A `codec`,
+        which does so, too, is not for such a region."""
+        assert codec is None or not staged, "what is encoded is decoded to host memory"
         self.layout = layout
         self.region: Region = arena.reserve(owner, layout.slabs(arena.slab_bytes))
         self.filling: Transfer | None = None
@@ -155,10 +183,16 @@ class DeviceWeights:
         self._slab_bytes = arena.slab_bytes
         self._host = host
         self._master: Image | None = None
+        self._codec = codec
+        self.host_slabs = self.region.slots
+        """Slabs of the host tier that a master image is written to."""
+        if codec is not None:
+            self.host_slabs = codec.slabs(layout.nbytes, arena.slab_bytes)
 
-    def store(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+    def store(self, host_offsets: Sequence[int], *, fill: bool) -> int:
         """Have the master image in these slabs of the host tier, given in order, in bytes; if
-        `fill`, write it there first. Without slabs there is none.
+        `fill`, write it there first. Without slabs there is none. Returns how many of them it
+        takes, from the first on: all, unless it was encoded now.
 
         Raises `ValueError` for the wrong number of slabs or a place outside the tier,
         `RuntimeError` while the weights are on the device or on their way, and what `write`
@@ -166,11 +200,12 @@ class DeviceWeights:
         """
         if self._transfer is not None:
             raise RuntimeError(f"{self.region.owner} is on the device")
-        if host_offsets and len(host_offsets) != self.region.slots:
-            raise ValueError(f"{self.region.slots} slabs in {len(host_offsets)} places")
+        places, whole = len(host_offsets), self.host_slabs
+        if places and places != whole and (fill or self._codec is None or places > whole):
+            raise ValueError(f"{whole} slabs in {places} places")
         self._master = None
         if not host_offsets:
-            return
+            return 0
         addresses = [self._host.address(offset, self._slab_bytes) for offset in host_offsets]
         master = Image(addresses, self._slab_bytes)
         if fill:
@@ -178,7 +213,11 @@ class DeviceWeights:
             _carry_out(self.filling, master, self._write)
             if self.filling.error is not None:
                 raise self.filling.error.__cause__ or self.filling.error
+            if self._codec is not None:
+                taken = self._codec.encode(master, self.layout.nbytes)
+                master = Image(addresses[:taken], self._slab_bytes)
         self._master = master
+        return master.slabs
 
     def begin_load(self) -> Transfer:
         """Take slabs for the region and start to bring the image in, unless that was done already.
@@ -188,11 +227,11 @@ class DeviceWeights:
         """
         if self._transfer is not None:
             return self._transfer
-        if self._master is None:
+        if self._master is None or self._codec is not None:
             self.region.map(range(self.region.slots))
             self._transfer = self._new_transfer(self.region.owner)
             self._swapper.follow(self._transfer)
-            threading.Thread(target=self._read_files, args=(self._transfer,), daemon=True).start()
+            threading.Thread(target=self._write_region, args=(self._transfer,), daemon=True).start()
         else:
             self.region.set_aside(range(self.region.slots))
             self._transfer = self._swapper.start(
@@ -230,10 +269,23 @@ class DeviceWeights:
     def _new_transfer(self, owner: str) -> Transfer:
         return Transfer(TransferKind.WEIGHTS, owner, self.layout.nbytes, time.monotonic())
 
-    def _read_files(self, transfer: Transfer) -> None:
+    def _write_region(self, transfer: Transfer) -> None:
+        """From the files, or from a master image that is encoded."""
         size = self.region.slots * self._slab_bytes
         write = self._write_staged if self._staged else self._write
+        if self._master is not None:
+            write = self._write_decoded
         _carry_out(transfer, Image([self.region.address], size), write)
+
+    def _write_decoded(self, transfer: Transfer, image: Image) -> None:
+        """A `Write`. What is damaged is read from the files."""
+        assert self._master is not None, "there is no image"
+        assert self._codec is not None, "the image is plain"
+        try:
+            self._codec.decode(self._master, self.layout.nbytes, transfer, image)
+        except ImageDamaged as error:
+            log.error("%s is loaded from its files: %s", self.region.owner, error)
+            self._write(transfer, image)
 
     def _write_staged(self, transfer: Transfer, image: Image) -> None:
         """A `Write`, to memory that the host cannot write to. Lands when all of it was read."""

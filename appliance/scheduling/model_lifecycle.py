@@ -140,7 +140,7 @@ class ModelLifecycle:
         """The engine has its weights in the host cache, or knows their files."""
         instance = self._cluster.instances[event.instance]
         engine = instance.engines[event.model]
-        self._weight_cache.filled(event.model, engine.attached)
+        self._weight_cache.filled(event.model, engine.attached, event.host_slabs)
         if engine.stage is not EngineStage.BUILDING:
             return False
         self._close_build(instance, event.model, EngineStage.COLD)

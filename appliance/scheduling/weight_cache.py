@@ -123,11 +123,15 @@ class HostWeightCache:
         if model in self._weight_cache:
             self._weight_cache[model].used = now
 
-    def filled(self, model: ModelName, version: int) -> None:
-        """The image of this version is whole; an older one is gone, and does not matter."""
+    def filled(self, model: ModelName, version: int, slabs: int | None = None) -> None:
+        """The image of this version is whole; an older one is gone, and does not matter. Encoded,
+        it takes the first `slabs` of its slabs, and gives the others back."""
         master = self._weight_cache.get(model)
         if master is None or master.version != version:
             return
+        if slabs is not None and slabs < len(master.offsets):
+            self._host.shrink_weights(model, slabs)
+            master.offsets = master.offsets[:slabs]
         master.filler = None
 
     def give_up(self, model: ModelName, instance: InstanceId | None) -> None:

@@ -50,7 +50,8 @@ def engines(
     images = None
     if configuration.images:
         images = ImageFolder(Path(configuration.images), seat.rank, ImageWriter(host))
-    return _builder(host, arena, swapper, HostDevice(), seat.ranks, images), arena, swapper
+    device, encoded = HostDevice(), configuration.encoded
+    return _builder(host, arena, swapper, device, seat.ranks, images, encoded), arena, swapper
 
 
 def _engines_on_gpu(
@@ -92,6 +93,7 @@ def _builder(
     device: Device,
     ranks: int,
     images: ImageFolder | None = None,
+    encoded: bool = False,
 ) -> Build:
     from appliance.engines.vllm.engine import VllmEngine
 
@@ -116,6 +118,7 @@ def _builder(
             prompt_images=model.images,
             adapters=model.adapters,
             speculation=model.speculation,
+            encoded=encoded,
         )
 
     return build

@@ -49,7 +49,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     `cpus` are its processors, as in ``0-3,8``. An instance of several `ranks` has `slabs` on each
     of them, and divides its processors among them. `device` is "cpu", or "cuda:N" for the GPU that
     NVML numbers N; such a one has `runtime_slabs` more, for what is neither weights nor KV. Packed
-    weights are kept in the folder `images`, if that is one."""
+    weights are kept in the folder `images`, if that is one. Master images may be `encoded`."""
 
     version: int
     instance: int
@@ -62,6 +62,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     device: str = "cpu"
     runtime_slabs: int = 0
     images: str = ""
+    encoded: bool = False
 
 
 class AddSequence(msgspec.Struct, frozen=True, tag=True):

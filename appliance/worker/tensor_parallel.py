@@ -373,12 +373,13 @@ class ReplicatedEngine:
         self._local: Transfer | None = None
         self._whole: Transfer | None = None
 
-    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> int:
         mine = image_slabs(host_offsets, 0, self._followers.ranks)
         self._followers.ask(
             StoreWeights(self.model, list(host_offsets), fill),
             lambda: self._engine.store_weights(mine, fill=fill),
         )
+        return len(host_offsets)
 
     def begin_load(self) -> Transfer:
         local, poll = self._followers.move(BeginLoad(self.model), self._engine.begin_load)

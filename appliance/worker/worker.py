@@ -182,12 +182,16 @@ class Worker:
 
     @_carry_out.register
     def _carry_out_store_weights(self, command: StoreWeights) -> None:
+        engine, offsets = self._engines[command.model], command.host_offsets
         try:
-            self._engines[command.model].store_weights(command.host_offsets, fill=command.fill)
+            taken = engine.store_weights(offsets, fill=command.fill)
         except CheckpointError as error:
             self._copies.unread(command.model, error)
         else:
-            self._outbox.tell(WeightsStored(instance=self.instance, model=command.model))
+            less = taken if taken < len(offsets) else None
+            self._outbox.tell(
+                WeightsStored(instance=self.instance, model=command.model, host_slabs=less)
+            )
 
     @_carry_out.register
     def _carry_out_load_model(self, command: LoadModel) -> None:

@@ -174,8 +174,9 @@ class House:
             prompt_images=prompt_images,
             **chosen,
         )
-        self.images[model] = image or self.places(engine.weight_slabs, self.arena.slab_bytes)
-        engine.store_weights(self.images[model], fill=not image)
+        places = image or self.places(engine.host_slabs, self.arena.slab_bytes)
+        taken = engine.store_weights(places, fill=not image)
+        self.images[model] = places[:taken]
         self.engines[model] = engine
         return engine
 

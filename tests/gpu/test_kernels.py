@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from appliance.kernels import reference
+from appliance.kernels import exp7, reference
 from appliance.kernels.loader import Kernels
 
 
@@ -71,3 +72,34 @@ def test_blocks(kernels: Kernels, seed: int) -> None:
         torch.cuda.synchronize()
 
         assert torch.equal(target, expected)
+
+
+def test_decode_exp7(kernels: Kernels) -> None:
+    """Blocks with hardly an escape, with many and kept as they are, and part of one, from any on,
+    as the reference has them."""
+    weights = torch.randn(9 * exp7.VALUES + 100, generator=torch.Generator().manual_seed(1))
+    plain = (weights * 0.02).bfloat16().view(torch.uint8)
+    for block in range(2, 9):
+        start = block * exp7.BLOCK_BYTES
+        strange = noise(exp7.BLOCK_BYTES * min(block - 1, 5) // 16, block).cpu()
+        plain[start : start + len(strange)] = strange
+    encoder, parts, end = exp7.Encoder(), [], 0
+    table = np.zeros(10, exp7.ENTRY)
+    for block in range(10):
+        found = encoder.encode(plain.numpy()[block * exp7.BLOCK_BYTES :][: exp7.BLOCK_BYTES])
+        found.enter(table, block, end)
+        parts.append(found.data)
+        end += len(found.data)
+    assert (table["escapes"] == exp7.RAW).sum() < 8
+    image = torch.from_numpy(np.concatenate(parts)).cuda()
+    entries = torch.from_numpy(table.view(np.uint8)).cuda()
+    for first in (0, 3, 9):
+        rest = plain[first * exp7.BLOCK_BYTES :]
+        target = torch.zeros(len(rest) + 64, dtype=torch.uint8, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        places = (target.data_ptr(), image.data_ptr(), entries.data_ptr())
+        kernels.decode_exp7(*places, first, 10 - first, stream=stream)
+        torch.cuda.synchronize()
+
+        assert torch.equal(target[: len(rest)].cpu(), rest)
+        assert not target[len(rest) :].any()

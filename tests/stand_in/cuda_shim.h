@@ -15,6 +15,8 @@ static unsigned long long atomicAdd(unsigned long long *at, unsigned long long v
   return before;
 }
 
+static int __popc(unsigned value) { return __builtin_popcount(value); }
+
 // Runs a kernel over a grid, the last thread first if `backwards`.
 template <class Kernel, class... Arguments>
 static void launch(unsigned grid, unsigned threads, int backwards, Kernel kernel, Arguments... arguments) {

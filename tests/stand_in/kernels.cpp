@@ -2,6 +2,7 @@
 #include "cuda_shim.h"
 
 #include "blocks.cu"
+#include "exp7.cu"
 #include "fingerprint.cu"
 
 typedef long long n64;
@@ -15,4 +16,7 @@ extern "C" void run_scatter(unsigned grid, unsigned threads, int backwards, char
 }
 extern "C" void run_fingerprint(unsigned grid, unsigned threads, int backwards, const char *start, n64 nbytes, unsigned long long *sum) {
   launch(grid, threads, backwards, fingerprint, start, nbytes, sum);
+}
+extern "C" void run_decode_exp7(unsigned grid, unsigned threads, int backwards, char *to, const char *image, const char *entries, n64 first, n64 count) {
+  launch(grid, threads, backwards, decode_exp7, to, image, entries, first, count);
 }

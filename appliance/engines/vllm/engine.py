@@ -150,7 +150,7 @@ class VllmEngine:
         parameters.check_moved(model_of_vllm, weights, self._placed.packings, self._cache.addresses)
         self._gates = Gates(model_of_vllm, weights, self._device)
         self.weight_slabs = weights.region.slots
-        self.host_slabs = self.weight_slabs
+        self.host_slabs = weights.host_slabs
         self.layout_digest = weights.layout.digest
         self._stepping: Sequence[RequestId] | None = None
         """The list that `_batch` holds the requests of, while nothing else moved them."""
@@ -185,6 +185,7 @@ class VllmEngine:
         prompt_images: int = 0,
         adapters: Sequence[AdapterPlace] = (),
         speculation: Speculation | None = None,
+        encoded: bool = False,
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
@@ -194,10 +195,9 @@ class VllmEngine:
         (`executor.join_group`) has its shard. It computes on `device`: the CPU, if None. Packed
         weights are kept in `images`. `reasoning_parser` is vLLM's name of one, `pooler_config` has
         keys of vLLM's `PoolerConfig`. What reads `prompt_images`, the most of a prompt, is built.
-        Requests may ask for one of the `adapters`. With `speculation`, tokens are drafted.
-
-        Raises `SeamMoved`, `UnsupportedKvCache`, `CheckpointError` for damaged files, and for what
-        the model cannot do, `UnsupportedPooling`, and what vLLM raises for what it cannot load.
+        Requests may ask for one of the `adapters`. With `speculation`, tokens are drafted. On a
+        CPU, master images may be `encoded`. Raises `SeamMoved`, `UnsupportedKvCache`,
+        `CheckpointError` for damaged files, `UnsupportedPooling`, and what vLLM raises.
         """
         check_seams()
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
@@ -218,7 +218,7 @@ class VllmEngine:
             **draft_args(speculation, checkpoint, task, where, ranks, prompt_images, lora),
         )
         with recording(files, dense, lora) as recorded:
-            placed = (model, recorded, arena, host, swapper, where, shelf, verify)
+            placed = (model, recorded, arena, host, swapper, where, shelf, verify, encoded)
             place = partial(PlacedWeights.place, *placed)
             with placing(KvPlacement(arena, f"kv:{model}", max_context, where, place)) as placement:
                 core = _start(config, ranks)
@@ -226,8 +226,8 @@ class VllmEngine:
 
     # --- weights ---------------------------------------------------------------------------------
 
-    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
-        self._placed.store(host_offsets, fill=fill)
+    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> int:
+        return self._placed.store(host_offsets, fill=fill)
 
     def begin_load(self) -> Transfer:
         return self._placed.weights.begin_load()

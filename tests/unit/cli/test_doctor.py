@@ -491,7 +491,7 @@ def test_another_server_where_the_daemon_should_be(
 def test_weights_are_compared(make_file: Make, fake_checkpoint: Make, server: Server) -> None:
     """One line for each model of each instance; a difference and a silence are failures."""
     fake_checkpoint()
-    models = {"a": "ok", "b": "differs", "c": "not loaded", "d": "no image"}
+    models = {"a": "ok", "b": "differs", "c": "not loaded", "d": "no image", "e": "image damaged"}
     server.answers["POST /api/verify"] = (
         200,
         {
@@ -512,6 +512,11 @@ def test_weights_are_compared(make_file: Make, fake_checkpoint: Make, server: Se
         ),
         "weights of c on instance 0": (Level.OK, "not compared: not loaded"),
         "weights of d on instance 0": (Level.OK, "not compared: no image"),
+        "weights of e on instance 0": (
+            Level.FAIL,
+            "image damaged: a block in the host cache is not what was encoded, and the log names "
+            "it; the model is loaded from its files",
+        ),
         "weights on instance 1": (Level.FAIL, "no answer"),
     }
 

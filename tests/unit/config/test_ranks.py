@@ -49,6 +49,23 @@ def test_an_instance_has_at_least_one_rank(tmp_path: Path, fake_checkpoint: Make
     assert problem(tmp_path, 0).key == "devices.tensor_parallel"
 
 
+def test_ranks_have_no_encoded_weights(tmp_path: Path, fake_checkpoint: Make) -> None:
+    """Nor have those with images on disk: each is refused, with what can be left out for it."""
+    fake_checkpoint()
+    path = tmp_path / "appliance.toml"
+    for more in ("", "tensor_parallel = 2", 'images = "images"'):
+        text = TEXT.format(ranks=1, memory="8MiB").replace("tensor_parallel = 1", more)
+        path.write_text(text.replace("[devices]", '[devices]\nhost_cache_codec = "exp7"'))
+        if not more:
+            assert load_config(path).devices.host_cache_codec == "exp7"
+            continue
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, check_files=False)
+        (found,) = caught.value.problems
+        assert found.key == "devices.host_cache_codec"
+        assert more.partition(" ")[0] in found.remedy
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks", "fits"),
     [(4, 4, 2, True), (4, 2, 4, True), (4, 1, 2, True), (3, 3, 2, False), (6, 4, 3, False)],

@@ -88,6 +88,8 @@ class World:
     slab_bytes: int = 1000
     unreadable: set[str] = field(default_factory=set)
     """Models whose files are gone."""
+    encoded: dict[str, int] = field(default_factory=dict)
+    """model -> slabs that its image takes once it is encoded."""
 
     def write_kv(self, offset: int, size: int, content: tuple[str, int, int]) -> None:
         self.host[offset] = content
@@ -284,9 +286,10 @@ class InstanceDouble:
                 engine.image = ()
                 return [self._failed(command.model)]
             self.world.write_image(command.model, command.host_offsets)
+        taken = self.world.encoded.get(command.model) if command.fill else None
         # What is there now does not matter: it may be gone again, and is looked at by a load only.
-        engine.image = command.host_offsets
-        return [WeightsStored(instance=self.number, model=command.model)]
+        engine.image = command.host_offsets[:taken]
+        return [WeightsStored(instance=self.number, model=command.model, host_slabs=taken)]
 
     def _failed(self, model: str) -> Event:
         return ModelFailed(instance=self.number, model=model, reason="its files are gone")

@@ -15,6 +15,7 @@ COMPILER = Path(__file__).parent / "kernel_compiler.py"
 KERNELS = {
     loader.BLOCKS: ["gather_blocks", "scatter_blocks"],
     loader.FINGERPRINT: ["fingerprint"],
+    loader.EXP7: ["decode_exp7"],
 }
 
 

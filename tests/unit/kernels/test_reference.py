@@ -7,9 +7,6 @@ is particular to a GPU.
 from __future__ import annotations
 
 import ctypes
-import functools
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,25 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.kernels import loader, reference
-from tests.stand_in import driver
+from tests.stand_in.kernels import kernels
 
 CASES = settings(max_examples=300, deadline=None, derandomize=True)
-
-
-@functools.cache
-def kernels() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as directory:
-        library = driver.build(
-            Path(driver.__file__).with_name("kernels.cpp"),
-            Path(directory, "kernels.so"),
-            "-I",
-            str(Path(loader.__file__).parent),
-            "-Wno-unknown-pragmas",
-            "-fsanitize=undefined",
-            "-fno-sanitize-recover=undefined",
-            "-static-libubsan",
-        )
-        return ctypes.CDLL(str(library))
 
 
 def fingerprint(data: torch.Tensor, grid: int = 3, threads: int = 32, backwards: int = 0) -> int:

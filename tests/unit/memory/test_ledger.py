@@ -126,6 +126,13 @@ class HostBooks(RuleBasedStateMachine):
         self.ledger.give_weights(model)
         del self.weights[model]
 
+    @precondition(lambda self: self.weights)
+    @rule(data=st.data(), slabs=st.integers(0, 8))
+    def shrink_weights(self, data: st.DataObject, slabs: int) -> None:
+        model = data.draw(st.sampled_from(sorted(self.weights)))
+        self.ledger.shrink_weights(model, slabs)
+        self.weights[model] = self.weights[model][:slabs]
+
     @rule(model=MODELS, slabs=st.integers(1, 8))
     def take_weights(self, model: str, slabs: int) -> None:
         if model in self.weights:

@@ -73,8 +73,9 @@ class EngineDouble:
         self.calls.put((name, *arguments))
         self.on.get(name, lambda: None)()
 
-    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> int:
         self._note("store_weights", list(host_offsets), fill)
+        return len(host_offsets)
 
     def begin_load(self) -> Transfer:
         self._note("begin_load")

@@ -109,6 +109,7 @@ class EngineDouble:
     cold: int = 0
     use: KvBytes = NO_KV
     verdict: Verdict = Verdict.OK
+    encoded_slabs: int = 1000
     tokens_per_step: int = 1
     """Of each request: those behind the first were drafted."""
     drafts: DraftUse = NO_DRAFTS
@@ -122,10 +123,11 @@ class EngineDouble:
         assert self.swapper is not None
         return self.swapper.start(kind, self.model, [], nbytes=nbytes, then=then)
 
-    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> int:
         if fill and self.model in UNREADABLE:
             raise CheckpointError("model.safetensors is gone")
         self.stored = (tuple(host_offsets), fill)
+        return min(len(host_offsets), self.encoded_slabs)
 
     @property
     def loaded(self) -> bool:
@@ -386,6 +388,19 @@ def test_an_engine_is_built_and_its_weights_stored() -> None:
         WeightsStored(instance=3, model="a"),
     ]
     assert bench.engines["a"].stored == ((0, 10), True)
+
+
+def test_an_encoded_image_is_told_by_its_slabs() -> None:
+    """Those that it takes, so that the others can be another's."""
+    bench = Bench()
+    bench.carry_out(build("a"))
+    bench.engines["a"].encoded_slabs = 3
+
+    reports = bench.carry_out(
+        StoreWeights(instance=3, model="a", host_offsets=(0, 10, 20, 30), fill=True)
+    )
+
+    assert reports == [WeightsStored(instance=3, model="a", host_slabs=3)]
 
 
 def test_an_engine_that_cannot_be_built() -> None:

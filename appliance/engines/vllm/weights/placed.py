@@ -6,9 +6,12 @@ converted or multiplied by factors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from appliance.engines.protocol import Verdict
@@ -19,14 +22,18 @@ from appliance.engines.vllm.weights.convolutions import forget_unpacked
 from appliance.engines.vllm.weights.loading import CheckpointImage, made_from
 from appliance.engines.vllm.weights.recipe import RecipeRecording
 from appliance.engines.vllm.weights.tensors import bytes_at
+from appliance.kernels.exp7 import BLOCK_BYTES, Decoder
 from appliance.kernels.reference import fingerprint
 from appliance.memory.arena import Arena
 from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
+from appliance.memory.weight_cache.encoded import EncodedImage, Exp7
 from appliance.memory.weight_cache.images import KeptImage, Shelf
 from appliance.memory.weight_cache.pipeline import process_cpus
-from appliance.memory.weights import DeviceWeights
+from appliance.memory.weights import DeviceWeights, Image
 from appliance.vocabulary import ModelName
+
+log = logging.getLogger("appliance.engines.vllm.weights")
 
 
 class PlacedWeights(NamedTuple):
@@ -36,6 +43,7 @@ class PlacedWeights(NamedTuple):
     packings: parameters.Packings
     kept: KeptImage | None
     device: Device
+    encoded: bool
 
     @classmethod
     def place(
@@ -48,13 +56,14 @@ class PlacedWeights(NamedTuple):
         device: Device,
         shelf: Shelf | None,
         verify: bool,
+        encoded: bool,
         model: torch.nn.Module,
     ) -> PlacedWeights:
         """Give the model's parameters, which hold nothing yet, their addresses for good.
 
         They are kept on the shelf, if there is one, where any are packed, converted or multiplied
         by factors; of others it is cleared. With `verify`, files are compared with their checksums
-        when they are first read.
+        when they are first read. Master images are `encoded`, or plain.
         """
         forget_unpacked(model)
         if recorded.adapters:
@@ -80,20 +89,22 @@ class PlacedWeights(NamedTuple):
             swapper,
             kept or image,
             staged=not device.host_memory,
+            codec=Exp7(cpus) if encoded else None,
         )
         try:
             parameters.rehome(model, weights, packings, device)
         except BaseException:
             weights.region.release()
             raise
-        return cls(weights, packings, kept, device)
+        return cls(weights, packings, kept, device, encoded)
 
-    def store(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+    def store(self, host_offsets: Sequence[int], *, fill: bool) -> int:
         """`DeviceWeights.store`; a master image that was packed for it is kept on the shelf."""
-        self.weights.store(host_offsets, fill=fill)
+        taken = self.weights.store(host_offsets, fill=fill)
         master, kept = self.weights.master, self.kept
         if fill and master is not None and kept is not None and kept.packed:
             kept.keep(master, host_offsets)
+        return taken
 
     def compare(self) -> Verdict:
         """The weights on the device with their master image; reads all of both."""
@@ -102,13 +113,50 @@ class PlacedWeights(NamedTuple):
             return Verdict.NOT_LOADED
         if master is None:
             return Verdict.NO_IMAGE
-        # Tensor by tensor: what lies between them belongs to no tensor, and may differ.
         layout = self.weights.layout
+        if self.encoded:
+            encoded = EncodedImage(master, layout.nbytes)
+            damage = list(encoded.damage())
+            for error in damage:
+                log.error("%s: %s", region.owner, error)
+            if damage:
+                return Verdict.DAMAGED
+            parts = _decoded_parts(encoded)
+        else:
+            parts = partial(_plain_parts, master)
+        # Tensor by tensor: what lies between them belongs to no tensor, and may differ.
         for tensor, start in zip(layout.tensors, layout.offsets, strict=True):
             device = region.address + start
-            for address, size in master.parts(start, tensor.nbytes):
-                here = self.device.bytes_at(device, size)
-                if fingerprint(here) != fingerprint(bytes_at(address, size)):
+            for part in parts(start, tensor.nbytes):
+                here = self.device.bytes_at(device, part.nbytes)
+                if fingerprint(here) != fingerprint(part):
                     return Verdict.DIFFERS
-                device += size
+                device += part.nbytes
         return Verdict.OK
+
+
+Parts: TypeAlias = Callable[[int, int], Iterator[torch.Tensor]]
+"""So many plain bytes of a master image from an offset on, in pieces good until the next one."""
+
+
+def _plain_parts(master: Image, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+    for address, size in master.parts(offset, nbytes):
+        yield bytes_at(address, size)
+
+
+def _decoded_parts(encoded: EncodedImage) -> Parts:
+    """Neighbouring parts of one block are decoded once."""
+    decoder, plain, decoded = Decoder(), np.empty(BLOCK_BYTES, np.uint8), -1
+
+    def parts(offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        nonlocal decoded
+        while nbytes:
+            block, start = divmod(offset, BLOCK_BYTES)
+            if block != decoded:
+                encoded.decode(block, decoder, plain[: encoded.size(block)])
+                decoded = block
+            size = min(nbytes, BLOCK_BYTES - start)
+            yield torch.from_numpy(plain[start : start + size])
+            offset, nbytes = offset + size, nbytes - size
+
+    return parts

@@ -74,6 +74,7 @@ class BusyCluster(RuleBasedStateMachine):
         swap_seconds=st.sampled_from([0.001, 0.5, 20.0]),
         disk_slabs=st.sampled_from([0, 4, 200]),
         damages=st.booleans(),
+        encoded=st.booleans(),
     )
     def open(
         self,
@@ -91,6 +92,7 @@ class BusyCluster(RuleBasedStateMachine):
         swap_seconds: float,
         disk_slabs: int,
         damages: bool,
+        encoded: bool,
     ) -> None:
         self.cluster = ClusterDouble(
             models(count),
@@ -106,6 +108,8 @@ class BusyCluster(RuleBasedStateMachine):
             max_sequences=max_sequences,
         )
         self.cluster.disk.damages = damages
+        if encoded:
+            self.cluster.world.encoded = {f"m{index}": 3 + index % 2 for index in range(count)}
         self.swap_seconds = swap_seconds
         self.caching = caching
         self.fragmentation = fragmentation

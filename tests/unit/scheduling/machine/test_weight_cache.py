@@ -61,6 +61,31 @@ def test_the_least_recently_used_image_gives_way() -> None:
     assert cluster.machine.weight_cache.get("a") is None
 
 
+def test_an_encoded_image_gives_slabs_back() -> None:
+    """What an image does not take any more is another model's room; instances that come later
+    adopt what is left of it."""
+    models = {name: ModelDouble(4, shape()) for name in "abc"}
+    cluster = ClusterDouble(models, slabs=9, max_context=128, host_slabs=11, kv_floor_slabs=3)
+    cluster.world.encoded = dict.fromkeys("abc", 2)
+    cluster.start()
+    cluster.settle()
+
+    assert stores(cluster) == [("a", "fill"), ("b", "fill"), ("c", "fill")]
+    assert cluster.machine.host.weights == {"a": 2, "b": 2, "c": 2}
+    cluster.lose(0)
+    cluster.start(0)
+    serve(cluster, "a", "b", "c")
+    assert stores(cluster)[3:] == [("a", "adopt"), ("b", "adopt"), ("c", "adopt")]
+
+
+def test_an_image_that_is_gone_gives_no_slabs_back() -> None:
+    """A report of an image that was written anew, elsewhere, meanwhile changes nothing."""
+    cluster = cluster_of("a", host_slabs=20)
+    cluster.machine.weight_cache.filled("a", 99, 1)
+
+    assert cluster.machine.host.weights == {"a": 4}
+
+
 def test_a_pinned_image_stays() -> None:
     """Pinned models keep their images, and get them first, wherever the catalogue has them."""
     cluster = cluster_of("abc", host_slabs=11, kv_floor_slabs=3, pinned=["c"])
