@@ -86,6 +86,9 @@ class CatalogEntry:
     those that are quantized."""
     created: int
     """When the weights were written (Unix seconds)."""
+    multiplied: str = ""
+    """The method of weights that take the memory of `dtype`, though they are stored in less:
+    ``mxfp4``, say. Empty for others."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -154,6 +157,9 @@ def read_checkpoint(
         weight_bytes=weight_bytes,
         parameters=quantization.parameters(config, tensors) + elements(readers),
         created=max(header.mtime_ns for header in headers) // 10**9,
+        multiplied=quantization.method_of(stored)
+        if (stored := quantization.multiplied(config))
+        else "",
     )
 
 

@@ -191,10 +191,7 @@ def _quantized(config: ModelConfig) -> _Found:
         return f"{reason}, which is not supported yet", INTEGERS
     found = quantization.said(config)
     name = config.architecture
-    tried = (
-        quantization.TRIED if quantization.multiplied(config) is None else quantization.FLOATS_TRIED
-    )
-    if found is not None and name not in tried:
+    if found is not None and name not in quantization.tried(config):
         method = quantization.method_of(found)
         return f"no test serves {name} with weights that are quantized ({method})", BF16
     return None

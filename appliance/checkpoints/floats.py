@@ -10,6 +10,7 @@ served as if its checkpoint had the products, in the type that it is computed in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -130,14 +131,16 @@ def is_unused(tensor: TensorEntry) -> bool:
     return tensor.name.endswith(_UNUSED)
 
 
+def unused(tensors: Iterable[TensorEntry]) -> set[str]:
+    """Names of the tensors of such a checkpoint that are no parameters of the model."""
+    return {tensor.name for tensor in tensors if is_unused(tensor)}
+
+
+def numbers(tensor: TensorEntry) -> int:
+    """Weights that are in a tensor."""
+    return math.prod(tensor.shape)
+
+
 def widened(tensors: Iterable[TensorEntry], element: int) -> int:
     """Bytes that the products take besides, of `element` bytes each."""
     return sum(tensor.nbytes * (element - 1) for tensor in tensors if tensor.dtype == FLOAT)
-
-
-def forget(config: Any) -> None:
-    """Have vLLM not see that weights are floats of 8 bits, in transformers' configuration."""
-    for name in ("quantization_config", "compression_config"):
-        found = getattr(config, name, None)
-        if isinstance(found, dict) and is_of(found):
-            delattr(config, name)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from appliance.checkpoints import floats
+from appliance.checkpoints import quantization
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.errors import CheckpointError
@@ -128,9 +128,9 @@ def language_config(config: Any) -> Any:
     vLLM's `hf_overrides`; other configurations as they are.
 
     Rotary embeddings with three positions (M-RoPE) become those with one: a token of text has the
-    same one three times. And vLLM does not see that weights are floats of 8 bits.
+    same one three times. And vLLM does not see that weights are floats of 8 or 4 bits.
     """
-    floats.forget(config)
+    quantization.forget(config)
     (architecture, *_) = config.architectures or ("",)
     if architecture not in MEDIA:
         return config

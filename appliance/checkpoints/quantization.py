@@ -1,8 +1,8 @@
 """Weights that are quantized: what ``config.json`` says of them, and which of them are served.
 
-Integers of compressed-tensors are (`appliance.checkpoints.compressed_tensors`), floats of 8 bits
-(`appliance.checkpoints.floats`), and GPTQ and AWQ in 4 bits, as vLLM's CPU kernel computes with
-them:
+Integers of compressed-tensors are (`appliance.checkpoints.compressed_tensors`), floats of 8 and of
+4 bits (`appliance.checkpoints.floats`, `microscaled`), and GPTQ and AWQ in 4 bits, as vLLM's CPU
+kernel computes with them, or with experts as their products (`appliance.checkpoints.integers`):
 
     NAME.qweight  int32, eight numbers in each      GPTQ [in / 8, out]        AWQ [in, out / 8]
     NAME.scales   a factor for each group of rows   [in / group, out]
@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from appliance.checkpoints import compressed_tensors, floats
+from appliance.checkpoints import compressed_tensors, floats, integers, microscaled
 from appliance.checkpoints.compressed_tensors import FUSED
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.safetensors import TensorEntry
@@ -80,24 +80,78 @@ _KEYS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 """What vLLM wants to be said, by each of its names."""
 
 
-_LACKING: Final = {
-    "mxfp4": "floats of 4 bits, for which vLLM's CPU kernels need AMX",
-}
-"""By method: why it is not served."""
+MICROSCALED_TRIED: Final = frozenset({"GptOssForCausalLM"})
+"""Architectures that `tests/engine/test_microscaled.py` serves with weights in MXFP4."""
+
+
+EXPERTS_TRIED: Final = frozenset(
+    {
+        "DeepseekV3ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Architectures with experts that `tests/engine/test_integers.py` serves with weights in 4 bits."""
+
+
+class _Products(Protocol):
+    """How the tensors of a checkpoint lie whose weights are multiplied as they are read."""
+
+    def unused(self, tensors: Iterable[TensorEntry], /) -> set[str]:
+        """Names of those that are no parameters of the model."""
+
+    def numbers(self, tensor: TensorEntry, /) -> int:
+        """Weights that are in one."""
+
+    def widened(self, tensors: Iterable[TensorEntry], element: int, /) -> int:
+        """Bytes that the products take besides, of `element` bytes each."""
 
 
 def quantization(config: ModelConfig) -> dict[str, Any] | None:
     """What the file says of weights that are computed as they are quantized; None if they are not
     quantized, or `multiplied`."""
     found = said(config)
-    return found if found is None or not floats.is_of(found) else None
+    return found if found is None or _products(config) is None else None
 
 
 def multiplied(config: ModelConfig) -> dict[str, Any] | None:
-    """What the file says of floats of 8 bits, which are multiplied by their factors as they are
-    read; None if they are not."""
+    """What the file says of weights that are multiplied by their factors as they are read: floats
+    of 8 or 4 bits, and all weights in 4 bits of a model with experts. None if they are not."""
+    return said(config) if _products(config) is not None else None
+
+
+def tried(config: ModelConfig) -> frozenset[str]:
+    """The architectures that tests serve with weights that are quantized in this way."""
+    found = said(config) or {}
+    if floats.is_of(found):
+        return FLOATS_TRIED
+    if microscaled.is_of(found):
+        return MICROSCALED_TRIED
+    return TRIED | EXPERTS_TRIED if integers.is_of(found) else TRIED
+
+
+def forget(config: Any) -> None:
+    """Have vLLM not see that weights are to be multiplied, in transformers' configuration."""
+    (architecture, *_) = getattr(config, "architectures", None) or ("",)
+    for name in ("quantization_config", "compression_config"):
+        found = getattr(config, name, None)
+        if isinstance(found, dict) and _multiplying(found, architecture) is not None:
+            delattr(config, name)
+
+
+def _products(config: ModelConfig) -> _Products | None:
+    """How the products are made, if weights are multiplied as they are read."""
     found = said(config)
-    return found if found is not None and floats.is_of(found) else None
+    return None if found is None else _multiplying(found, config.architecture)
+
+
+def _multiplying(found: Mapping[str, Any], architecture: str) -> _Products | None:
+    if floats.is_of(found):
+        return floats
+    if microscaled.is_of(found):
+        return microscaled
+    return integers if architecture in EXPERTS_TRIED and integers.is_of(found) else None
 
 
 def said(config: ModelConfig) -> dict[str, Any] | None:
@@ -125,13 +179,14 @@ def why_not(config: ModelConfig) -> str | None:
     method = method_of(found)
     if floats.is_of(found):
         reason = floats.why_not(found)
+    elif microscaled.is_of(found):
+        reason = microscaled.why_not(found)
     elif method == compressed_tensors.METHOD:
         reason = compressed_tensors.why_not(found)
     elif method in _KEYS:
         reason = _why_not(method, found)
     else:
-        lacking = f": {_LACKING[method]}" if method in _LACKING else ""
-        return f"its weights are quantized ({method}{lacking})"
+        return f"its weights are quantized ({method})"
     if reason is None and method == "gptq":
         reason = _why_not_parts(found)
     return reason and f"its weights are quantized ({method}: {reason})"
@@ -189,11 +244,21 @@ _LEFT_OUT: Final = re.compile(r"-:\^?(\w|\.\*?|\\\.)+\$?", re.ASCII)
 
 
 def why_not_tensors(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str | None:
-    """Why the CPU's kernel cannot compute with these tensors; None if it can."""
-    found = quantization(config)
+    """Why these tensors cannot be computed with; None if they can."""
+    found = said(config)
     known = {tensor.name: tensor for tensor in tensors}
-    if found_floats := multiplied(config):
-        return floats.why_not_tensors(found_floats, known)
+    if found is not None and floats.is_of(found):
+        return floats.why_not_tensors(found, known)
+    if found is not None and microscaled.is_of(found):
+        return microscaled.why_not_tensors(known)
+    if found is None or multiplied(config) is None:
+        return _why_not_integers(found, known)
+    # What is not quantized is seen from the tensors: the names in the list are parts of others.
+    found = {**found, "modules_to_not_convert": None}
+    return _why_not_integers(found, known) or integers.why_not_tensors(found, known)
+
+
+def _why_not_integers(found: dict[str, Any] | None, known: Mapping[str, TensorEntry]) -> str | None:
     if found is not None and method_of(found) == compressed_tensors.METHOD:
         return compressed_tensors.why_not_tensors(found, known)
     layers = [name.removesuffix(_WORDS) for name in known if name.endswith(_WORDS)]
@@ -256,8 +321,8 @@ def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
     Tools store a bias, of zeros, for quantized layers that have none. Which do have one is not
     known here, so none is counted.
     """
-    if multiplied(config):
-        return {tensor.name for tensor in tensors if floats.is_unused(tensor)}
+    if (products := _products(config)) is not None:
+        return products.unused(tensors)
     found = quantization(config)
     if found is None:
         return set()
@@ -274,10 +339,10 @@ def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
 
 
 def widened_bytes(config: ModelConfig, tensors: Iterable[TensorEntry], element: int) -> int:
-    """Bytes that tensors take besides where numbers have `element` bytes: floats of 8 bits become
-    such numbers, and the factors of integers of 8 bits stay in float32."""
-    if multiplied(config):
-        return floats.widened(tensors, element)
+    """Bytes that tensors take besides where numbers have `element` bytes: floats of 8 or 4 bits
+    become such numbers, and the factors of integers of 8 bits stay in float32."""
+    if (products := _products(config)) is not None:
+        return products.widened(tensors, element)
     found = quantization(config)
     if found is None or method_of(found) != compressed_tensors.METHOD:
         return 0
@@ -292,8 +357,10 @@ def widened_bytes(config: ModelConfig, tensors: Iterable[TensorEntry], element: 
 
 def parameters(config: ModelConfig, tensors: Iterable[TensorEntry]) -> int:
     """Weights of the model, however many of them are in an element of a tensor."""
-    if multiplied(config):
-        return sum(math.prod(one.shape) for one in tensors if not floats.is_unused(one))
+    if (products := _products(config)) is not None:
+        tensors = list(tensors)
+        left_out = products.unused(tensors)
+        return sum(products.numbers(one) for one in tensors if one.name not in left_out)
     quantized = quantization(config) is not None
     return sum(
         math.prod(tensor.shape) * (NUMBERS if tensor.name.endswith(_PACKED) else 1)

@@ -139,7 +139,7 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", _count(facts["parameters"])),
         ("context", f"{facts['max_context_tokens']} tokens"),
         ("computed in", facts["dtype"]),
-        ("weights", human(facts["weight_bytes"])),
+        ("weights", _weights(facts)),
         ("KV per token", human(facts["kv_bytes_per_token"])),
         *(
             [("states", f"{human(facts['state_bytes'])} of each request")]
@@ -148,6 +148,13 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("batch", f"at most {facts['max_batch']} requests"),
         ("files", facts["path"]),
     ]
+
+
+def _weights(facts: dict[str, Any]) -> str:
+    nbytes = human(facts["weight_bytes"])
+    if stored := facts.get("multiplied"):
+        return f"{nbytes}, in {facts['dtype']}; its files have them in {stored}"
+    return nbytes
 
 
 def _terms(terms: dict[str, Any]) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from appliance.checkpoints.drafts import METHOD, OTHERWISE, check_drafts
 from appliance.checkpoints.families import UnsupportedModel, is_tried
 from appliance.checkpoints.language_models import MEDIA, READS_IMAGES, why_no_images
 from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.quantization import method_of, multiplied
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import (
@@ -350,6 +351,11 @@ def _of_model(model: Model) -> str:
             return (
                 f"model.{model.name}: {checkpoint.architecture} is served for text only; requests "
                 f"with images are refused{'; see images' if set_images else ''}"
+            )
+        if stored := multiplied(checkpoint):
+            return (
+                f"model.{model.name}: its weights are stored in {method_of(stored)}, and take the "
+                "memory of the type that it is computed in"
             )
         if is_tried(checkpoint):
             return ""

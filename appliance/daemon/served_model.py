@@ -32,12 +32,14 @@ class ServedModel(msgspec.Struct, frozen=True):
     parameters: int = 0
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
+    multiplied: str = ""
 
     @property
     def facts(self) -> ModelFacts:
         return ModelFacts(
             architecture=self.architecture,
             dtype=self.dtype,
+            multiplied=self.multiplied,
             parameters=self.parameters,
             weight_bytes=self.spec.weight_bytes,
             kv_bytes_per_token=self.kv_bytes_per_token,
@@ -118,6 +120,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
         parameters=entry.parameters,
         kv_bytes_per_token=entry.kv_bytes_per_token,
         state_bytes=entry.state_bytes,
+        multiplied=entry.multiplied,
     )
 
 

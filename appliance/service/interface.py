@@ -347,6 +347,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """As the checkpoint names it: ``LlamaForCausalLM``."""
     dtype: str
     """What it is computed in: ``bfloat16``, say."""
+    multiplied: str = ""
+    """The method of weights that take the memory of `dtype`, though they are stored in less:
+    ``mxfp4``, say. Empty for others."""
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int

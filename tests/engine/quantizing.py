@@ -79,7 +79,9 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
     tensors: dict[str, torch.Tensor] = {}
     for name, values in load_file(file).items():
         stem = name.removesuffix("weight")
-        if values.ndim == 2 and re.search(r"\.\d+\.", name) and not _is_left(stem[:-1], config):
+        # Routers of a few experts are no layer that tools quantize.
+        layer = values.ndim == 2 and re.search(r"\.\d+\.", name) and values.shape[0] % 32 == 0
+        if layer and not _is_left(stem[:-1], config):
             group = config.get("group_size", -1)
             made = store(values.float().t(), group if group > 0 else values.shape[1])
             tensors |= {f"{stem}{own}": tensor.contiguous() for own, tensor in made.items()}
@@ -93,6 +95,50 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
     read = json.loads(settings.read_text())
     read.pop("dtype", None)
     settings.write_text(json.dumps({**read, "torch_dtype": dtype, "quantization_config": config}))
+
+
+def multiply(path: str, multiplied: str) -> None:
+    """Write the products of a quantized checkpoint's layers, in float32, to the one at
+    `multiplied`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    settings = json.loads((Path(path) / "config.json").read_text())
+    method = settings.pop("quantization_config")["quant_method"]
+    stored = load_file(Path(path) / "model.safetensors")
+    products = {}
+    for name, tensor in stored.items():
+        stem = name.rpartition(".")[0]
+        if name.endswith((".qweight", ".weight_packed")):
+            scales = stored[f"{stem}.{'weight_scale' if 'packed' in name else 'scales'}"].float()
+            if method == "gptq":
+                numbers, zeros = _numbers(tensor, 0, IN_ORDER), torch.full_like(scales, 8)
+            elif method == "awq":
+                numbers = _numbers(tensor, 1, AWQ_ORDER)
+                zeros = _numbers(stored[f"{stem}.qzeros"], 1, AWQ_ORDER)
+            else:
+                scales, numbers = scales.t(), _numbers(tensor, 1, IN_ORDER).t()
+                zeros = torch.full_like(scales, 8)
+                if f"{stem}.weight_zero_point" in stored:
+                    zeros = _numbers(stored[f"{stem}.weight_zero_point"], 0, IN_ORDER).t()
+            rows = len(numbers) // len(scales)
+            zeros, scales = (one.repeat_interleave(rows, 0) for one in (zeros, scales))
+            products[f"{stem}.weight"] = ((numbers - zeros) * scales).t().contiguous()
+        elif not name.endswith(_FACTORS) and not (".experts." in name and name.endswith(".bias")):
+            products[name] = tensor
+    (Path(multiplied) / "config.json").write_text(json.dumps(settings))
+    save_file(products, Path(multiplied) / "model.safetensors", metadata={"format": "pt"})
+
+
+_FACTORS: Final = (".scales", ".qzeros", ".g_idx", "_scale", "_shape", "_zero_point")
+
+
+def _numbers(words: torch.Tensor, dimension: int, order: tuple[int, ...]) -> torch.Tensor:
+    """The numbers in words: what `_words` made them of."""
+    import torch
+
+    places = [(words >> (4 * order.index(neighbour))) & 15 for neighbour in range(8)]
+    return torch.stack(places, dimension + 1).flatten(dimension, dimension + 1)
 
 
 def fp8_config(block: tuple[int, int] | None, **changes: Any) -> dict[str, Any]:
@@ -144,6 +190,48 @@ def to_floats(
         settings.write_text(json.dumps(read))
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def mxfp4_config() -> dict[str, Any]:
+    """What gpt-oss says of its weights."""
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    return {"quant_method": "mxfp4", "modules_to_not_convert": left}
+
+
+def to_microscaled(path: str, multiplied: str) -> None:
+    """Rewrite the checkpoint of a gpt-oss with experts in MXFP4, any bits, and the one at
+    `multiplied` with what transformers makes of them. Blocks and scales lie in files of their
+    own."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    dice = torch.Generator().manual_seed(0)
+    plain: dict[str, torch.Tensor] = {}
+    blocks: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
+    products: dict[str, torch.Tensor] = {}
+    for name, values in load_file(Path(path) / "model.safetensors").items():
+        if not name.endswith((".gate_up_proj", ".down_proj")):
+            plain[name] = values.to(torch.bfloat16)
+            continue
+        experts, rows, columns = values.shape
+        shape = (experts, columns, rows // 32)
+        one = torch.randint(0, 256, (*shape, 16), generator=dice, dtype=torch.uint8)
+        other = torch.randint(119, 126, shape, generator=dice, dtype=torch.uint8)
+        blocks[f"{name}_blocks"], scales[f"{name}_scales"] = one, other
+        products[name] = convert_moe_packed_tensors(one, other).contiguous()
+        assert products[name].shape == values.shape
+    stored = {"model": plain, "blocks": blocks, "a-scales": scales}
+    for folder, files in ((path, stored), (multiplied, {"model": plain | products})):
+        settings = Path(folder) / "config.json"
+        read = {**json.loads(settings.read_text()), "torch_dtype": "bfloat16"}
+        read.pop("dtype", None)
+        if folder == path:
+            read["quantization_config"] = mxfp4_config()
+        settings.write_text(json.dumps(read))
+        for own, tensors in files.items():
+            save_file(tensors, Path(folder) / f"{own}.safetensors", metadata={"format": "pt"})
 
 
 def _is_left(layer: str, config: dict[str, Any]) -> bool:

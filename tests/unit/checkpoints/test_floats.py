@@ -14,8 +14,8 @@ import pytest
 
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.families import UnsupportedModel, check_family
-from appliance.checkpoints.floats import forget
 from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.quantization import forget
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import read_model
 from appliance.units import Bytes, Memory
@@ -166,11 +166,14 @@ def test_where_they_are_not_served(
 def test_vllm_does_not_see_them() -> None:
     """But what else is quantized."""
     config = SimpleNamespace(quantization_config=BLOCKS, compression_config=ROWS)
+    fours = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
     other = SimpleNamespace(quantization_config={"quant_method": "awq"})
 
     forget(config)
+    forget(fours)
     forget(other)
     forget(SimpleNamespace())
 
     assert not vars(config)
+    assert not vars(fours)
     assert other.quantization_config == {"quant_method": "awq"}

@@ -15,13 +15,17 @@ from appliance.checkpoints.families import UnsupportedModel, check_family
 from appliance.checkpoints.model_config import read_model_config
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import read_model
+from appliance.daemon.served_model import served_model
+from appliance.scheduling.cost_model import CostModel
 from appliance.units import Bytes, Memory
+from tests.engine.quantizing import w4a16_config, w8a8_config
 
 Make = Callable[..., Path]
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 ROWS, COLUMNS = 256, 64
+LAYER = "model.layers.0.block_sparse_moe.experts.0.w1"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_what_is_served(fake_checkpoint: Make, quantization: dict[str, Any]) -> 
         ({**AWQ, "zero_point": False}, "without zero points"),
         ({**AWQ, "version": "gemv"}, "stored as gemv"),
         ({"quant_method": "fp8"}, r"quantized \(fp8: quantization_config.activation_scheme"),
-        ({"quant_method": "mxfp4"}, r"quantized \(mxfp4: floats of 4 bits, .* AMX"),
+        ({"quant_method": "mxfp4"}, r"serves LlamaForCausalLM .* quantized \(mxfp4\)"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantized \(bitsandbytes\)"),
         ({"quant_method": "compressed-tensors"}, "config_groups has no groups, not one"),
         ({"bits": 4}, "an unnamed method"),
@@ -82,13 +86,22 @@ def test_what_is_not(fake_checkpoint: Make, quantization: dict[str, Any], reason
     assert caught.value.remedy.startswith("take the model's checkpoint with weights in bfloat16")
 
 
-def test_families_that_no_test_serves_so(fake_checkpoint: Make) -> None:
-    """Though they are served with plain weights: those with experts, for one."""
+@pytest.mark.parametrize(
+    ("kind", "architecture", "quantization"),
+    [
+        ("olmoe", "OlmoeForCausalLM", GPTQ),
+        ("mixtral", "MixtralForCausalLM", w8a8_config()),
+    ],
+)
+def test_families_that_no_test_serves_so(
+    fake_checkpoint: Make, kind: str, architecture: str, quantization: dict[str, Any]
+) -> None:
+    """Though they are served with plain weights, or with other numbers."""
     path = fake_checkpoint(
-        architectures=["MixtralForCausalLM"], model_type="mixtral", quantization_config=GPTQ
+        architectures=[architecture], model_type=kind, quantization_config=quantization
     )
 
-    with pytest.raises(UnsupportedModel, match=r"no test serves MixtralForCausalLM .* \(gptq\)"):
+    with pytest.raises(UnsupportedModel, match=f"no test serves {architecture} .* quantized"):
         check_family(read_model_config(path))
 
 
@@ -133,6 +146,78 @@ def test_sizes_are_those_of_what_the_kernel_reads(fake_checkpoint: Make) -> None
     assert one.weight_bytes == words + scales
     assert other.weight_bytes == words + scales + zeros
     assert one.parameters == other.parameters + COLUMNS == ROWS * COLUMNS + COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tensors"),
+    [
+        (GPTQ, gptq_tensors(ROWS, COLUMNS, 2)),
+        (AWQ, awq_tensors(ROWS, COLUMNS, 2)),
+        (
+            {**w4a16_config(128, symmetric=False), "ignore": ["lm_head"]},
+            {
+                f"{LAYER}.weight_packed": ((COLUMNS, ROWS // 8), np.int32),
+                f"{LAYER}.weight_scale": ((COLUMNS, 2), np.float16),
+                f"{LAYER}.weight_zero_point": ((COLUMNS // 8, 2), np.int32),
+                f"{LAYER}.weight_shape": ((2,), np.int64),
+            },
+        ),
+    ],
+)
+def test_sizes_with_experts_are_those_of_the_products(
+    fake_checkpoint: Make, quantization: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+    """In any type, also float32; nothing else of the layers is kept."""
+    path = store(
+        fake_checkpoint(
+            architectures=["MixtralForCausalLM"],
+            model_type="mixtral",
+            quantization_config=quantization,
+        ),
+        tensors,
+    )
+
+    two, four = read_checkpoint("a", path, "bfloat16"), read_checkpoint("a", path, "float32")
+
+    assert (two.weight_bytes, four.weight_bytes) == (2 * ROWS * COLUMNS, 4 * ROWS * COLUMNS)
+    assert two.parameters == ROWS * COLUMNS
+    assert two.multiplied == quantization["quant_method"]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"scales": ((2, COLUMNS), np.int16)}, {"qzeros": ((2, COLUMNS // 8), np.int64)}]
+)
+def test_types_that_no_products_are_made_of(fake_checkpoint: Make, changed: dict[str, Any]) -> None:
+    """Names in the list of AWQ are parts of others: routers that are not quantized."""
+    config = fake_checkpoint(
+        architectures=["MixtralForCausalLM"],
+        model_type="mixtral",
+        quantization_config={**AWQ, "modules_to_not_convert": ["l"]},
+    )
+    tensors = awq_tensors(ROWS, COLUMNS, 2)
+    read_checkpoint("tiny", store(config, tensors))
+    store(config, {**tensors, **{f"l.{own}": tensor for own, tensor in changed.items()}})
+
+    with pytest.raises(UnsupportedModel, match=r"l\.qweight lacks scales or zeros"):
+        read_checkpoint("tiny", config)
+
+
+def test_the_estimate_of_a_switch_is_of_what_the_kernel_reads(fake_checkpoint: Make) -> None:
+    """A quarter of the bytes of bfloat16, and the factors."""
+    tensors = gptq_tensors(4096, 256, 32)
+    quantized = store(fake_checkpoint("a", quantization_config=GPTQ), tensors)
+    plain = store(fake_checkpoint("b"), {"l.weight": ((256, 4096), np.float16)})
+    models = [
+        Model(name=path.name, path=str(path), dtype="bfloat16", max_context=64)
+        for path in (quantized, plain)
+    ]
+    devices = Devices(kind="cpu", memory_bytes=Memory(8 << 20), slab_bytes=Bytes(2 << 20))
+    specs = [served_model(model, read_model(model, devices)).spec for model in models]
+
+    costs = CostModel(specs)
+
+    seconds = [costs.switch_seconds(model.name) for model in models]
+    assert seconds[0] / seconds[1] == pytest.approx(1 / 4 + 1 / 128)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,18 @@ async def test_what_is_read_is_shown(
     ]
 
 
+async def test_weights_that_are_stored_in_less_are_shown(
+    monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """The memory is that of the type in which they are computed."""
+    facts = msgspec.structs.replace(MODEL.facts, multiplied="mxfp4")
+    monkeypatch.setattr(OneModel, "model", msgspec.structs.replace(MODEL, facts=facts))
+
+    shown = await call("org/small")
+
+    assert "weights       16GiB, in bfloat16; its files have them in mxfp4" in shown.stdout
+
+
 async def test_a_program_gets_all_of_it(call: Call) -> None:
     """What the endpoint answers, as it is."""
     shown = await call("org/small", "--json")

@@ -4,7 +4,7 @@ The image is cut in pieces, which several threads make in the order in which the
 
     as stored             read to its place
     another type, strided read to a buffer, converted (and multiplied, if it is of floats of 8
-                          bits), copied to its place
+                          bits, or of what products are made of), copied to its place
     packed                either of the two to a buffer, packed, copied to its place
     quantized             the same for all tensors of a layer, which are converted together
 
@@ -107,7 +107,10 @@ class CheckpointImage:
         return any(
             isinstance(piece, LayerPiece)
             or piece.packing is not None
-            or any(isinstance(w.origin, Origin) and w.origin.factors for w in piece.writes)
+            or any(
+                isinstance(write.origin, Origin) and (write.origin.factors or write.origin.product)
+                for write in piece.writes
+            )
             for piece in self._pieces
         )
 
@@ -140,14 +143,15 @@ class _Bench:
         self._descriptors = descriptors
         self._image = image
         self._buffers: dict[str, torch.Tensor] = {}
+        self._held: dict[str, tuple[int, int, int]] = {}
+        """What bytes of a file the buffer of a use has."""
 
     def announce(self, piece: WeightPiece | LayerPiece) -> None:
         """Have the system read ahead."""
         for write in piece.writes:
             if isinstance(write.origin, Origin):
-                origin = write.origin
-                fd, nbytes = self._descriptors[origin.file], write.span * origin.dtype.itemsize
-                self._files[origin.file].read_ahead(fd, origin.offset, nbytes)
+                for file, offset, nbytes in _ranges(write.origin, write.span):
+                    self._files[file].read_ahead(self._descriptors[file], offset, nbytes)
 
     def make(self, piece: WeightPiece | LayerPiece) -> None:
         if isinstance(piece, LayerPiece):
@@ -193,6 +197,10 @@ class _Bench:
 
     def _assemble(self, write: Write, plain: torch.Tensor) -> None:
         """Do one write of a piece in a buffer."""
+        for part in _parts(write):
+            self._assemble_part(part, plain)
+
+    def _assemble_part(self, write: Write, plain: torch.Tensor) -> None:
         if _is_read(write, plain.dtype):
             address = plain.data_ptr() + write.start * plain.element_size()
             self._read(write, [mapping.view(address, write.elements * plain.element_size())])
@@ -202,10 +210,15 @@ class _Bench:
         if not isinstance(write.origin, Origin):
             target.fill_(write.origin)
             return
-        raw = self._buffer("raw", write.span * write.origin.dtype.itemsize)
-        self._read(write, [mapping.view(raw.data_ptr(), raw.nbytes)])
-        stored = self._multiplied(raw.view(write.origin.dtype), write.origin)
-        source = stored.as_strided(sizes, [axis.source for axis in write.axes], 0)
+        if (product := write.origin.product) is not None:
+            first = write.origin.offset // write.origin.dtype.itemsize
+            stored = product.numbers(first, write.span, self._read_bytes)
+        else:
+            raw = self._buffer("raw", write.span * write.origin.dtype.itemsize)
+            self._read(write, [mapping.view(raw.data_ptr(), raw.nbytes)])
+            stored = self._multiplied(raw.view(write.origin.dtype), write.origin)
+        strides, start = [axis.source for axis in write.axes], stored.storage_offset()
+        source = stored.as_strided(sizes, strides, int(start))
         target.copy_(-torch.exp(source.float()) if write.origin.decays else source)
         if write.origin.factor != 1.0:
             target.mul_(write.origin.factor)
@@ -216,16 +229,25 @@ class _Bench:
             return stored
         file, dtype = origin.factors.file, DTYPES[origin.factors.kind]
         first, end = origin.factors.needed(origin.offset, stored.numel())
-        found = self._buffer("factors", (end - first) * dtype.itemsize)
-        views = [mapping.view(found.data_ptr(), found.nbytes)]
         offset = origin.factors.offset + first * dtype.itemsize
-        self._files[file].read_into(self._descriptors[file], views, offset)
+        found = self._read_bytes("factors", file, offset, (end - first) * dtype.itemsize)
         return origin.factors.multiply(stored, origin.offset, found.view(dtype))
 
     def _read(self, write: Write, views: list[memoryview]) -> None:
         assert isinstance(write.origin, Origin), "a fill reads nothing"
         file = write.origin.file
         self._files[file].read_into(self._descriptors[file], views, write.origin.offset)
+
+    def _read_bytes(self, use: str, file: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes of a file, in the buffer of that use: those of the call before it, perhaps."""
+        found = self._buffer(use, nbytes)
+        if self._held.get(use) == (file, offset, nbytes):
+            return found
+        self._held.pop(use, None)
+        views = [mapping.view(found.data_ptr(), nbytes)]
+        self._files[file].read_into(self._descriptors[file], views, offset)
+        self._held[use] = file, offset, nbytes
+        return found
 
     def _buffer(self, use: str, nbytes: int) -> torch.Tensor:
         """So many bytes to work in, the same for every piece."""
@@ -270,6 +292,26 @@ def _folders(files: Sequence[WeightFile]) -> list[Path]:
     return list(dict.fromkeys(file.path.parent for file in files))
 
 
+def _ranges(origin: Origin, elements: int) -> Sequence[tuple[int, int, int]]:
+    """Which bytes of which files so many neighbouring elements are made of."""
+    if origin.product is not None:
+        return origin.product.ranges(origin.offset // origin.dtype.itemsize, elements)
+    return [(origin.file, origin.offset, elements * origin.dtype.itemsize)]
+
+
+def _parts(write: Write) -> Iterator[Write]:
+    """The write; if it is of products, in parts of `PIECE_BYTES` of these, as a piece of packed
+    experts is much larger."""
+    origin = write.origin
+    if not isinstance(origin, Origin) or origin.product is None or not write.plain:
+        yield write
+        return
+    each = PIECE_BYTES // origin.dtype.itemsize
+    for first in range(write.start, write.start + write.elements, each):
+        if (part := write.cut(first, first + each)) is not None:
+            yield part
+
+
 def _is_read(write: Write, dtype: torch.dtype) -> bool:
     """Whether a write takes neighbouring bytes as they are."""
     origin = write.origin
@@ -280,6 +322,7 @@ def _is_read(write: Write, dtype: torch.dtype) -> bool:
         and not origin.decays
         and origin.factor == 1.0
         and origin.factors is None
+        and origin.product is None
     )
 
 

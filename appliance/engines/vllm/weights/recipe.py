@@ -40,7 +40,10 @@ from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
 from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
 from appliance.engines.vllm.weights.int8 import compute_as_stored
+from appliance.engines.vllm.weights.integers import IntegersOrigin
+from appliance.engines.vllm.weights.microscaled import MicroscaledOrigin
 from appliance.engines.vllm.weights.multiplied import FactorsOrigin, find
+from appliance.engines.vllm.weights.products import Product, find_products
 from appliance.engines.vllm.weights.quantized import LayerConversion, convert_layers
 from appliance.errors import CheckpointError
 
@@ -70,6 +73,9 @@ class Origin(NamedTuple):
     rates at which it decays (Mamba's A)."""
     factors: FactorsOrigin | None = None
     """What each number of the file is multiplied by, if they are floats of 8 bits."""
+    product: MicroscaledOrigin | IntegersOrigin | None = None
+    """Of products that are made of several tensors: how. `offset` is then where they would lie if
+    they were stored one behind the other, `dtype` their type."""
     factor: float = 1.0
     """What each number is multiplied with, once it has the parameter's type (LoRA's B)."""
 
@@ -77,8 +83,9 @@ class Origin(NamedTuple):
         """Names no field that has its default and came later: kept images are known by this text
         (`loading.made_from`)."""
         said = [f"{name}={getattr(self, name)!r}" for name in ("file", "offset", "dtype", "decays")]
-        if self.factors is not None:
-            said.append(f"factors={self.factors!r}")
+        for name in ("factors", "product"):
+            if getattr(self, name) is not None:
+                said.append(f"{name}={getattr(self, name)!r}")
         if self.factor != 1.0:
             said.append(f"factor={self.factor!r}")
         return f"Origin({', '.join(said)})"
@@ -196,7 +203,7 @@ class RecipeRecording:
         self.adapter_files = len(files) + len(dense_files)
         """The number of the first adapter's file; the others follow."""
         self.files = (*files, *dense_files, *(adapter.file for adapter in adapters))
-        self.recorder = _Recorder(find(files))
+        self.recorder = _Recorder(find(files), find_products(files))
         self._models_files = len(files)
         self._dense: dict[str, torch.nn.Linear] = {}
         self._layers: dict[int, LayerRecipe] = {}
@@ -369,8 +376,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the same one.
     """
 
-    def __init__(self, factors: Mapping[str, FactorsOrigin]) -> None:
-        """`factors`: of each tensor that has some."""
+    def __init__(
+        self, factors: Mapping[str, FactorsOrigin], products: Mapping[str, Product | None]
+    ) -> None:
+        """`factors`: of each tensor that has some; `products`: what is in the place of a tensor, if
+        anything is."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: dict[int, str] = {}
         self.writes: dict[int, list[Write]] = {}
@@ -378,6 +388,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of parameters that hold another one's elements, packed: that one, and how."""
         self.current = "nothing"
         self._factors = factors
+        self._products = products
         self._origins: dict[int, tuple[str, Origin]] = {}
         self._computed: dict[int, tuple[int, tuple[str, ...]]] = {}
         """Of results: the placeholder or parameter they are computed from, and by what steps."""
@@ -401,17 +412,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self._factors and floats.is_unused(entry):
                     continue
                 self.current = f"{entry.name} {list(entry.shape)} of {file.path}"
-                yield entry.name, self._placeholder(number, entry)
+                if entry.name not in self._products:
+                    yield entry.name, self._placeholder(number, entry)
+                elif (product := self._products[entry.name]) is not None:
+                    yield product.name, self._product(number, product)
+
+    def _product(self, number: int, product: Product) -> torch.Tensor:
+        placeholder = torch.empty(product.shape, dtype=product.dtype, device="meta")
+        origin = Origin(number, 0, product.dtype, product=product.origin)
+        self._expect(product.name, placeholder, origin)
+        return placeholder.transpose(-2, -1) if product.transposed else placeholder
 
     def _placeholder(self, number: int, entry: TensorEntry) -> torch.Tensor:
         if entry.dtype not in DTYPES:
             raise UnsupportedCheckpoint(f"{self.current} is of type {entry.dtype}")
         dtype = DTYPES[entry.dtype]
         placeholder = torch.empty(entry.shape, dtype=dtype, device="meta")
-        self._kept.append(placeholder.untyped_storage())
         origin = Origin(number, entry.offset, dtype, factors=self._factors.get(entry.name))
-        self._origins[_key(placeholder)] = (entry.name, origin)
+        self._expect(entry.name, placeholder, origin)
         return placeholder
+
+    def _expect(self, name: str, placeholder: torch.Tensor, origin: Origin) -> None:
+        self._kept.append(placeholder.untyped_storage())
+        self._origins[_key(placeholder)] = (name, origin)
 
     def __torch_dispatch__(
         self,
@@ -454,7 +477,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, origin = known
         if _key(target) not in self.names:
             raise UnsupportedCheckpoint(f"vLLM keeps {name} outside of the model's parameters")
-        if origin.factors and source.dtype != origin.dtype:
+        if (origin.factors or origin.product) and source.dtype != origin.dtype:
             raise UnsupportedCheckpoint(f"vLLM reads {name} as {source.dtype}")
         first = origin.offset + int(source.storage_offset()) * source.element_size()
         origin = origin._replace(offset=first, dtype=source.dtype)

@@ -1,0 +1,113 @@
+"""Models with experts whose weights are integers of 4 bits: GPTQ, AWQ, compressed-tensors' W4A16.
+
+vLLM's CPU kernel for such experts needs AMX. So the whole model is served as if its checkpoint had
+the products, (number - zero) * scale, in the type that it is computed in. Which tensors a layer has
+is said in `appliance.checkpoints.quantization` and `appliance.checkpoints.compressed_tensors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from appliance.checkpoints import compressed_tensors
+from appliance.checkpoints.safetensors import TensorEntry
+
+NUMBERS: Final = 8
+"""Weights in a word of 32 bits."""
+GPTQ: Final = "gptq"
+AWQ: Final = "awq"
+_WORDS: Final = (".qweight", compressed_tensors.PACKED)
+_SCALES: Final = (".scales", compressed_tensors.SCALE)
+_ZEROS: Final = (".qzeros", compressed_tensors.ZEROS)
+_INTEGERS: Final = "I32"
+_FLOATS: Final = ("F32", "F16", "BF16")
+_EXPERT: Final = ".experts."
+_BESIDES: Final = (*_SCALES, *_ZEROS, ".g_idx", compressed_tensors.SHAPE)
+
+
+class Layer(NamedTuple):
+    """The tensors of a quantized layer, whose products are ``[out, in]``."""
+
+    name: str
+    words: TensorEntry
+    scales: TensorEntry
+    zeros: TensorEntry | None
+    """None if 8 is the zero of all."""
+    shape: tuple[int, int]
+
+
+def is_of(found: Mapping[str, Any]) -> bool:
+    """Whether this ``quantization_config`` is of weights in integers of 4 bits, as far as the
+    method says."""
+    if found.get("quant_method") != compressed_tensors.METHOD:
+        return found.get("quant_method") in (GPTQ, AWQ)
+    if compressed_tensors.why_not_whole(dict(found)):
+        return False
+    _, group = compressed_tensors.sole_group(dict(found))
+    return bool(group["weights"].get("num_bits") == 4)
+
+
+def has_words(tensor: TensorEntry) -> bool:
+    """Whether it has the numbers of a quantized layer."""
+    return tensor.name.endswith(_WORDS)
+
+
+def why_not_tensors(found: Mapping[str, Any], known: Mapping[str, TensorEntry]) -> str | None:
+    """Why the products cannot be made of these tensors, of which each has its shape; None if they
+    can."""
+    for tensor in known.values():
+        if has_words(tensor) and layer(found, tensor, known) is None:
+            return f"{tensor.name} lacks scales or zeros, or these have another type than theirs"
+    return None
+
+
+def layer(
+    found: Mapping[str, Any], words: TensorEntry, known: Mapping[str, TensorEntry]
+) -> Layer | None:
+    """The layer of a tensor of words. None where one of its tensors is missing or has another
+    type."""
+    stem = words.name.rpartition(".")[0]
+    scales = next((known[stem + own] for own in _SCALES if stem + own in known), None)
+    if scales is None or scales.dtype not in _FLOATS or words.dtype != _INTEGERS:
+        return None
+    method, (rows, columns) = found["quant_method"], words.shape
+    shape, own = (rows, columns * NUMBERS), compressed_tensors.ZEROS
+    if method == GPTQ:
+        shape = (columns, rows * NUMBERS)
+    elif method == AWQ:
+        shape, own = (columns * NUMBERS, rows), ".qzeros"
+    zeros = known.get(stem + own)
+    if (zeros is None and method == AWQ) or (zeros is not None and zeros.dtype != _INTEGERS):
+        return None
+    return Layer(f"{stem}.weight", words, scales, zeros, shape)
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor of such a checkpoint is no parameter of any model: experts have no bias, but
+    tools may store one of zeros, which some of vLLM's loaders find no place for."""
+    return name.endswith(_BESIDES) or (name.endswith(".bias") and _EXPERT in name)
+
+
+def unused(tensors: Iterable[TensorEntry]) -> set[str]:
+    """Names of the tensors of such a checkpoint that are no parameters of the model, or none that
+    is counted: tools store a bias, of zeros, for quantized layers that have none."""
+    names = {tensor.name for tensor in tensors}
+    return {
+        name
+        for name in names
+        if is_unused(name)
+        or (name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in names)
+    }
+
+
+def numbers(tensor: TensorEntry) -> int:
+    """Weights that are in a tensor."""
+    return math.prod(tensor.shape) * (NUMBERS if tensor.name.endswith(_WORDS) else 1)
+
+
+def widened(tensors: Iterable[TensorEntry], element: int) -> int:
+    """Bytes that the products take besides, of `element` bytes each."""
+    words = (tensor for tensor in tensors if tensor.name.endswith(_WORDS))
+    return sum(numbers(tensor) * element - tensor.nbytes for tensor in words)

@@ -1,0 +1,87 @@
+"""Tensors that a checkpoint is taken to have, and which are computed from several of its own.
+
+experts.gate_up_proj_blocks, experts.gate_up_proj_scales  ->  experts.gate_up_proj
+q_proj.qweight, q_proj.qzeros, q_proj.scales              ->  q_proj.weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from appliance.checkpoints import floats, integers, microscaled, quantization
+from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.safetensors import TensorEntry, WeightFile
+from appliance.engines.vllm.weights.integers import DTYPE, IntegersOrigin, origin_of
+from appliance.engines.vllm.weights.microscaled import PRODUCTS, MicroscaledOrigin
+from appliance.errors import CheckpointError
+
+
+class Product(NamedTuple):
+    """Such a tensor: its name, shape and type, in the order in which its origin makes it.
+    `transposed`: as the checkpoint would have it, the last two dimensions change places."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    origin: MicroscaledOrigin | IntegersOrigin
+    transposed: bool
+
+
+def find_products(files: Sequence[WeightFile]) -> dict[str, Product | None]:
+    """The products that the checkpoint of these files is taken to have, by the name of the tensor
+    in whose place each is; None for tensors that are not to be seen. Empty where weights are not
+    multiplied as they are read, or have their factors apart (`multiplied`).
+
+    Raises `CheckpointError` for a tensor that lacks what it is multiplied with.
+    """
+    known = {tensor.name: tensor for file in files for tensor in file.tensors}
+    if all(tensor.dtype in _PLAIN for tensor in known.values()):
+        return {}
+    config = read_model_config(files[0].path.parent)
+    found = quantization.multiplied(config)
+    if found is None or floats.is_of(found):
+        return {}
+    numbers = {tensor.name: n for n, file in enumerate(files) for tensor in file.tensors}
+    products: dict[str, Product | None] = {}
+    for name, tensor in known.items():
+        if microscaled.is_of(found):
+            made, hidden = _microscaled(tensor, known, numbers), microscaled.is_unused(tensor)
+        else:
+            made, hidden = _of_integers(found, tensor, known, numbers), integers.is_unused(name)
+        if hidden or made is not None:
+            products[name] = made
+    return products
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+
+
+def _microscaled(
+    tensor: TensorEntry, known: dict[str, TensorEntry], files: dict[str, int]
+) -> Product | None:
+    if not tensor.name.endswith(microscaled.BLOCKS):
+        return None
+    if (scales := microscaled.scales_of(tensor, known)) is None:
+        raise CheckpointError(f"{tensor.name} has no scales of its shape")
+    name = tensor.name.removesuffix(microscaled.BLOCKS)
+    origin = MicroscaledOrigin(
+        name, files[tensor.name], tensor.offset, files[scales.name], scales.offset
+    )
+    return Product(name, microscaled.shape_of(tensor), PRODUCTS, origin, True)
+
+
+def _of_integers(
+    found: dict[str, Any],
+    tensor: TensorEntry,
+    known: dict[str, TensorEntry],
+    files: dict[str, int],
+) -> Product | None:
+    if not integers.has_words(tensor):
+        return None
+    if (layer := integers.layer(found, tensor, known)) is None:
+        raise CheckpointError(f"{tensor.name} lacks its scales or zeros")
+    origin = origin_of(quantization.method_of(found), layer, files)
+    return Product(layer.name, layer.shape, DTYPE, origin, False)

@@ -1,0 +1,186 @@
+"""Models with experts in integers of 4 bits: each is that of a checkpoint with the products."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from appliance.checkpoints.families import base_architecture
+from appliance.checkpoints.quantization import EXPERTS_TRIED
+from appliance.config.schema import Model
+from appliance.config.sizing import least, read_model
+from appliance.engines.vllm.weights.integers import IntegersOrigin, Place
+from tests.configs import CONFIGS
+from tests.engine.house import PlainAnswers, make_house
+from tests.engine.quantizing import awq_config, gptq_config, multiply, quantize, w4a16_config
+from tests.engine.test_families import FAMILIES
+from tests.engine.test_microscaled import plain_experts
+from tests.engine.test_quantized import CONTEXT, DEVICES, answers, image, label, plain
+
+__all__ = ["plain_experts"]
+
+SERVED = {
+    architecture: name
+    for name in FAMILIES
+    if (architecture := base_architecture(CONFIGS[name]["architectures"][0])) in EXPERTS_TRIED
+}
+MIXTRAL = "MixtralForCausalLM"
+ROUTERS = {"ignore": ["lm_head", "re:.*gate$"]}
+"""They are not quantized."""
+METHODS = [
+    gptq_config(32),
+    awq_config(32),
+    w4a16_config(32) | ROUTERS,
+    w4a16_config(32, symmetric=False) | ROUTERS,
+    gptq_config(-1),
+]
+CASES = [
+    *((MIXTRAL, config) for config in METHODS),
+    *(
+        (architecture, METHODS[n % 3])
+        for n, architecture in enumerate(sorted(EXPERTS_TRIED - {MIXTRAL}))
+    ),
+]
+"""One with each method, and the others with one in turn."""
+
+Both = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def plain_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small checkpoints that are not quantized."""
+    folder = tmp_path_factory.mktemp("plain")
+    command = [sys.executable, "-m", "tests.engine.quantizing", str(folder)]
+    subprocess.run([*command, *SERVED.values()], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def both(tmp_path: Path, plain_checkpoints: Path) -> Both:
+    """Makes a quantized checkpoint, and one of its products."""
+
+    def both(name: str, config: dict[str, Any]) -> tuple[str, str]:
+        stored, products = (
+            str(shutil.copytree(plain_checkpoints / name, tmp_path / own / name)) for own in "ab"
+        )
+        quantize(stored, config, "float16")
+        multiply(stored, products)
+        return stored, products
+
+    return both
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"), [pytest.param(a, c, id=f"{a}-{label(c)}") for a, c in CASES]
+)
+def test_images_are_those_of_the_products(
+    both: Both, architecture: str, config: dict[str, Any]
+) -> None:
+    """Byte for byte, and of the size that is known before the model is built."""
+    name = SERVED[architecture]
+    paths = both(name, config)
+    models = [Model(name=name, path=p, dtype="bfloat16", max_context=CONTEXT) for p in paths]
+    known = least(read_model(models[0], DEVICES), CONTEXT, DEVICES)
+    houses = make_house(), make_house()
+
+    engine, _ = (
+        house.build(name, path, dtype="bfloat16") for house, path in zip(houses, paths, strict=True)
+    )
+
+    assert image(houses[0], name) == image(houses[1], name)
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    engine.retire()
+
+
+@pytest.mark.parametrize("config", METHODS[:3], ids=label)
+def test_outputs_equal_plain_vllm_with_the_products(
+    both: Both, plain_experts: PlainAnswers, config: dict[str, Any]
+) -> None:
+    """With weights reloaded and KV swapped between every three tokens."""
+    name = SERVED[MIXTRAL]
+    stored, products = both(name, config)
+    house = make_house()
+    house.build(name, stored, dtype="float32")
+
+    found = answers(house, name)
+
+    assert found == plain(plain_experts, products, name, "float32")
+    assert len(set(found[-1])) > 2, "it says the same token again and again"
+
+
+def test_vllm_has_no_kernel_for_them_here(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM itself says of such a checkpoint on a CPU without AMX."""
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has AMX")
+    monkeypatch.setattr("appliance.checkpoints.quantization.forget", lambda config: None)
+    name = SERVED[MIXTRAL]
+    stored, _ = both(name, METHODS[0])
+
+    with pytest.raises(NotImplementedError, match="No WNA16 MoE backend"):
+        make_house().build(name, stored, dtype="bfloat16")
+
+
+def test_small_pieces(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which each is a few outputs of a layer, they have the same bytes."""
+    from appliance.engines.vllm.weights import loading
+
+    name = SERVED[MIXTRAL]
+    for config in METHODS[1:4:2]:
+        stored, products = both(name, config)
+        houses = make_house(), make_house()
+        houses[0].build(name, products, dtype="bfloat16")
+        with monkeypatch.context() as patched:
+            patched.setattr(loading, "PIECE_BYTES", 4096)
+            houses[1].build(name, stored, dtype="bfloat16")
+
+        assert image(houses[0], name) == image(houses[1], name)
+        shutil.rmtree(Path(stored).parent)
+        shutil.rmtree(Path(products).parent)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize(("first", "count"), [(0, 1024), (3, 1), (31, 2), (64, 32), (300, 700)])
+def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
+    """Pieces begin anywhere in a row, and in a word."""
+    dice = torch.Generator().manual_seed(0)
+    rows, columns, groups = 16, 64, 2
+    layouts: dict[str, list[tuple[int, int] | None]] = {
+        "gptq": [(columns // 8, rows), (groups, rows), None],
+        "awq": [(columns, rows // 8), (groups, rows), (groups, rows // 8)],
+        "compressed-tensors": [(rows, columns // 8), (rows, groups), (rows // 8, groups)],
+    }
+    shapes = layouts[method]
+    kinds = (torch.int32, torch.float16, torch.int32)
+    files = [
+        torch.randint(-(2**31), 2**31, shape or (0,), generator=dice).to(torch.int32)
+        if kind is torch.int32
+        else torch.rand(shape or (0,), generator=dice).to(kind)
+        for shape, kind in zip(shapes, kinds, strict=True)
+    ]
+    places = [
+        shape and Place(n, 0, tensor.nbytes, shape, tensor.dtype)
+        for n, (shape, tensor) in enumerate(zip(shapes, files, strict=True))
+    ]
+    words, scales, zeros = places
+    assert words
+    assert scales
+    origin = IntegersOrigin(method, (rows, columns), words, scales, zeros)
+
+    def read(use: str, file: int, offset: int, nbytes: int) -> torch.Tensor:
+        return files[file].flatten().view(torch.uint8)
+
+    whole = origin.numbers(0, rows * columns, read)
+
+    assert torch.equal(origin.numbers(first, count, read), whole[first : first + count])
+    assert len(set(whole.tolist())) > 100
+
+
+def test_all_that_is_said_to_be_tried_is() -> None:
+    assert set(SERVED) == EXPERTS_TRIED
