@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from appliance.checkpoints import quantization
 from appliance.checkpoints.model_config import ModelConfig
+from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.safetensors import (
     TensorEntry,
     WeightFile,

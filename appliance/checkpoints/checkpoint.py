@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from appliance.checkpoints import kv_layers, quantization
+from appliance.checkpoints import kv_layers
 from appliance.checkpoints.families import BF16, UnsupportedModel, check_family
 from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.language_models import (
@@ -21,6 +21,7 @@ from appliance.checkpoints.language_models import (
     served_architecture,
 )
 from appliance.checkpoints.model_config import MOST, ModelConfig, read_model_config
+from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
 from appliance.checkpoints.task import AskedTask, dense_files, read_task, sentence_tokens
 from appliance.errors import CheckpointError

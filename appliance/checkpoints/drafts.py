@@ -8,7 +8,7 @@ import msgspec
 
 from appliance.checkpoints.families import UnsupportedModel, keeps_state
 from appliance.checkpoints.model_config import ModelConfig
-from appliance.checkpoints.quantization import quantization
+from appliance.checkpoints.quantized.quantization import quantization
 from appliance.vocabulary import Task
 
 METHOD: Final = "ngram"

@@ -3,7 +3,7 @@
 vLLM knows many architectures. What is served keeps, in each layer, keys and values of one size or a
 state of one size, and looks back only; or it attends in both directions, keeps nothing, and embeds
 or scores. It reads text, and has weights in the type it is computed in, or in 4 bits
-(`appliance.checkpoints.quantization`). The families that tests build, and compare with plain vLLM,
+(`appliance.checkpoints.quantized.quantization`). The families that tests build, and compare with plain vLLM,
 are in `TRIED`, `ENCODERS` and `MEDIA` (docs/models.md).
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from appliance.checkpoints import quantization
 from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
+from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import computes_linear_attention

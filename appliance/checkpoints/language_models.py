@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from appliance.checkpoints import quantization
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
+from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.errors import CheckpointError
 

@@ -24,7 +24,7 @@ from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
 from appliance.checkpoints.checksums import SUMS, read_sums
 from appliance.checkpoints.families import check_family
 from appliance.checkpoints.model_config import CONFIG, read_model_config
-from appliance.checkpoints.quantization import QUANTIZATION_FILE
+from appliance.checkpoints.quantized.quantization import QUANTIZATION_FILE
 from appliance.checkpoints.safetensors import read_header, verify_sums
 from appliance.checkpoints.sources import (
     Progress,

@@ -17,7 +17,7 @@ from appliance.checkpoints.drafts import METHOD, OTHERWISE, check_drafts
 from appliance.checkpoints.families import UnsupportedModel, is_tried
 from appliance.checkpoints.language_models import MEDIA, READS_IMAGES, why_no_images
 from appliance.checkpoints.model_config import read_model_config
-from appliance.checkpoints.quantization import method_of, multiplied
+from appliance.checkpoints.quantized.quantization import method_of, multiplied
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import (

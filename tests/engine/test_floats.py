@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from appliance.checkpoints.families import base_architecture
-from appliance.checkpoints.quantization import FLOATS_TRIED
+from appliance.checkpoints.quantized.quantization import FLOATS_TRIED
 from appliance.config.schema import Model
 from appliance.config.sizing import least, read_model
 from appliance.engines.vllm.weights.multiplied import FactorsOrigin

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from appliance.checkpoints.families import base_architecture
-from appliance.checkpoints.quantization import EXPERTS_TRIED
+from appliance.checkpoints.quantized.quantization import EXPERTS_TRIED
 from appliance.config.schema import Model
 from appliance.config.sizing import least, read_model
 from appliance.engines.vllm.weights.integers import IntegersOrigin, Place
@@ -119,7 +119,7 @@ def test_vllm_has_no_kernel_for_them_here(both: Both, monkeypatch: pytest.Monkey
     """What vLLM itself says of such a checkpoint on a CPU without AMX."""
     if torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU has AMX")
-    monkeypatch.setattr("appliance.checkpoints.quantization.forget", lambda config: None)
+    monkeypatch.setattr("appliance.checkpoints.quantized.quantization.forget", lambda config: None)
     name = SERVED[MIXTRAL]
     stored, _ = both(name, METHODS[0])
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from appliance.checkpoints.quantization import MICROSCALED_TRIED
+from appliance.checkpoints.quantized.quantization import MICROSCALED_TRIED
 from appliance.config.schema import Model
 from appliance.config.sizing import least, read_model
 from appliance.engines.vllm.weights.microscaled import MicroscaledOrigin, multiply
@@ -98,7 +98,7 @@ def test_vllm_has_no_kernel_for_them_here(
     """What vLLM itself says of such a checkpoint on a CPU without AMX."""
     if torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU has AMX")
-    monkeypatch.setattr("appliance.checkpoints.quantization.forget", lambda config: None)
+    monkeypatch.setattr("appliance.checkpoints.quantized.quantization.forget", lambda config: None)
 
     with pytest.raises(NotImplementedError, match="No MXFP4 MoE backend"):
         make_house().build(NAME, both[0], dtype="bfloat16")

@@ -15,7 +15,7 @@ import pytest
 
 from appliance.checkpoints.families import UnsupportedModel, base_architecture, check_family
 from appliance.checkpoints.model_config import read_model_config
-from appliance.checkpoints.quantization import TRIED
+from appliance.checkpoints.quantized.quantization import TRIED
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import least, read_model
 from appliance.engines.protocol import Verdict

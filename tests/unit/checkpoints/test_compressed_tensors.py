@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from appliance.checkpoints.checkpoint import read_checkpoint
-from appliance.checkpoints.compressed_tensors import Ignored
 from appliance.checkpoints.families import UnsupportedModel, check_family
 from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.quantized.compressed_tensors import Ignored
 from tests.engine.quantizing import w4a16_config, w8a8_config
 from tests.unit.checkpoints.test_quantization import store
 

@@ -15,7 +15,7 @@ import pytest
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.families import UnsupportedModel, check_family
 from appliance.checkpoints.model_config import read_model_config
-from appliance.checkpoints.quantization import forget
+from appliance.checkpoints.quantized.quantization import forget
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import read_model
 from appliance.units import Bytes, Memory

@@ -68,9 +68,7 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.open == 0
 
 
-def test_gpus_are_read_as_they_are_set_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpus_are_read_as_they_are_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Link, users, persistence and NUMA node of each; what is not told is None."""
     nvml = install(monkeypatch, [8 * GIB, 16 * GIB])
     nvml.users[1] = [42]

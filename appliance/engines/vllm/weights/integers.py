@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from appliance.checkpoints import integers
-from appliance.checkpoints.integers import NUMBERS
+from appliance.checkpoints.quantized import integers
+from appliance.checkpoints.quantized.integers import NUMBERS
 from appliance.checkpoints.safetensors import TensorEntry
 
 VERSION: Final = 1

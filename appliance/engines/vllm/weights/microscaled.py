@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from appliance.checkpoints.microscaled import BLOCK, BLOCK_BYTES
+from appliance.checkpoints.quantized.microscaled import BLOCK, BLOCK_BYTES
 from appliance.errors import CheckpointError
 
 VERSION: Final = 1

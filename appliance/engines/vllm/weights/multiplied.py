@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from appliance.checkpoints import floats, quantization
 from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.quantized import floats, quantization
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.errors import CheckpointError
 

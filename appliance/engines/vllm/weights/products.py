@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from appliance.checkpoints import floats, integers, microscaled, quantization
 from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.quantized import floats, integers, microscaled, quantization
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.integers import DTYPE, IntegersOrigin, origin_of
 from appliance.engines.vllm.weights.microscaled import PRODUCTS, MicroscaledOrigin

@@ -34,8 +34,8 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models import adapters
 
-from appliance.checkpoints import floats
 from appliance.checkpoints.adapters import Adapter
+from appliance.checkpoints.quantized import floats
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
 from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking

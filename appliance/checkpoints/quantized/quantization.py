@@ -1,8 +1,8 @@
 """Weights that are quantized: what ``config.json`` says of them, and which of them are served.
 
-Integers of compressed-tensors are (`appliance.checkpoints.compressed_tensors`), floats of 8 and of
-4 bits (`appliance.checkpoints.floats`, `microscaled`), and GPTQ and AWQ in 4 bits, as vLLM's CPU
-kernel computes with them, or with experts as their products (`appliance.checkpoints.integers`):
+Integers of compressed-tensors are (`appliance.checkpoints.quantized.compressed_tensors`), floats of 8 and of
+4 bits (`appliance.checkpoints.quantized.floats`, `microscaled`), and GPTQ and AWQ in 4 bits, as vLLM's CPU
+kernel computes with them, or with experts as their products (`appliance.checkpoints.quantized.integers`):
 
     NAME.qweight  int32, eight numbers in each      GPTQ [in / 8, out]        AWQ [in, out / 8]
     NAME.scales   a factor for each group of rows   [in / group, out]
@@ -17,9 +17,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
-from appliance.checkpoints import compressed_tensors, floats, integers, microscaled
-from appliance.checkpoints.compressed_tensors import FUSED
 from appliance.checkpoints.model_config import ModelConfig
+from appliance.checkpoints.quantized import compressed_tensors, floats, integers, microscaled
+from appliance.checkpoints.quantized.compressed_tensors import FUSED
 from appliance.checkpoints.safetensors import TensorEntry
 
 QUANTIZATION_FILE: Final = "hf_quant_config.json"

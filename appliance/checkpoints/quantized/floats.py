@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from appliance.checkpoints import compressed_tensors
+from appliance.checkpoints.quantized import compressed_tensors
 from appliance.checkpoints.safetensors import TensorEntry
 
 FLOAT: Final = "F8_E4M3"

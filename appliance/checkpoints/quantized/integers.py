@@ -2,7 +2,7 @@
 
 vLLM's CPU kernel for such experts needs AMX. So the whole model is served as if its checkpoint had
 the products, (number - zero) * scale, in the type that it is computed in. Which tensors a layer has
-is said in `appliance.checkpoints.quantization` and `appliance.checkpoints.compressed_tensors`.
+is said in `appliance.checkpoints.quantized.quantization` and `appliance.checkpoints.quantized.compressed_tensors`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from appliance.checkpoints import compressed_tensors
+from appliance.checkpoints.quantized import compressed_tensors
 from appliance.checkpoints.safetensors import TensorEntry
 
 NUMBERS: Final = 8

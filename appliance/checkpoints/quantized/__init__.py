@@ -1,0 +1,1 @@
+"""Checkpoints with quantized weights: what each kind holds, and what is refused."""
