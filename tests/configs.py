@@ -20,14 +20,12 @@ NOT_ON_CPU: Final = {
 """Refused on the CPU only, with words of the reason."""
 
 REFUSED: Final = {
-    "falcon-7b": "rearranged while they are loaded",
     "exaone-3.5-7.8b": "only be read with code",
     "internlm2-chat-7b": "only be read with code",
     "minimax-m2": "no test serves MiniMaxM2ForCausalLM with weights",
     "qwen2.5-7b-instruct-gptq-int8": "gptq: 8 bits, not 4",
     "mistral-7b-instruct-v0.3-quantized.w8a16": "no kernel on CPUs that multiplies 8 bits",
     "llama-3.1-8b-bnb-4bit": "quantized",
-    "llama-4-scout-17b-16e-instruct": "images or sound",
     "gemma-3n-e4b-it": "images or sound",
     "whisper-large-v3": "images or sound",
     "nomic-embed-text-v1.5": "both directions",

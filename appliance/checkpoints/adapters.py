@@ -125,11 +125,8 @@ def read_adapters(
     if not places:
         return ()
     check_base(config, task=task, ranks=ranks, cuda=cuda)
-    shapes = {
-        tensor.name: tensor.shape
-        for file in weight_files(config.path)
-        for tensor in read_header(file).tensors
-    }
+    tensors = [tensor for file in weight_files(config.path) for tensor in read_header(file).tensors]
+    shapes = quantization.linear_shapes(config, tensors)
     return tuple(_read(place, shapes) for place in places)
 
 
@@ -138,8 +135,8 @@ def check_base(config: ModelConfig, *, task: Task, ranks: int, cuda: bool) -> No
     if config.architecture not in TRIED:
         why = f"adapters of {config.architecture} are not served: no test computes them; those of "
         why += ", ".join(sorted(TRIED)) + " are"
-    elif quantization.quantization(config) is not None:
-        why = "adapters of quantized weights are not served yet"
+    elif quantization.rounds_activations(config):
+        why = "adapters of weights and activations in 8 bits are not served: vLLM has none of them"
     elif task is not Task.GENERATE:
         why = "adapters are served for models that generate text, not for those that pool"
     elif ranks > 1:
@@ -202,7 +199,7 @@ def _read(place: AdapterPlace, shapes: Mapping[str, tuple[int, ...]]) -> Adapter
             raise UnsupportedAdapter(f"{file}: {name} has lora_{next(iter(pair))} alone")
         rank, scale = settings.rank_and_scale(name)
         low = LowRank(pair["A"], pair["B"], scale)
-        _check_layer(file, name, low, rank, shapes.get(f"{name}.weight"))
+        _check_layer(file, name, low, rank, shapes.get(name))
         layers[name] = low
     return Adapter(place, header, layers)
 

@@ -22,6 +22,7 @@ from appliance.checkpoints.language_models import (
 )
 from appliance.checkpoints.model_config import MOST, ModelConfig, read_model_config
 from appliance.checkpoints.quantized import quantization
+from appliance.checkpoints.quantized.readers import why_not_whole
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
 from appliance.checkpoints.task import AskedTask, dense_files, read_task, sentence_tokens
 from appliance.errors import CheckpointError
@@ -144,6 +145,8 @@ def read_checkpoint(
     own_task = read_task(path, task)
     weight_bytes = _weight_bytes(config, kept, resolved, own_task, cuda=cuda)
     readers = image_tensors(files, architecture) if images else []
+    if images and (wrong := why_not_whole(config, tensors, readers)):
+        raise UnsupportedModel(f"{path}: {wrong}", "use images = 0, or take another checkpoint")
     weight_bytes += tensor_bytes(readers, resolved)
     return CatalogEntry(
         name=name,

@@ -2,8 +2,8 @@
 
 vLLM knows many architectures. What is served keeps, in each layer, keys and values of one size or a
 state of one size, and looks back only; or it attends in both directions, keeps nothing, and embeds
-or scores. It reads text, and has weights in the type it is computed in, or in 4 bits
-(`appliance.checkpoints.quantized.quantization`). The families that tests build, and compare with plain vLLM,
+or scores. It reads text, and has weights in the type it is computed in, or quantized ones
+(`appliance.checkpoints.quantized`). The families that tests build, and compare with plain vLLM,
 are in `TRIED`, `ENCODERS` and `MEDIA` (docs/models.md).
 """
 
@@ -16,6 +16,7 @@ from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.task import POOLING_ENDINGS
+from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import computes_linear_attention
 
@@ -26,6 +27,7 @@ TRIED: Final = frozenset(
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
         "Exaone4ForCausalLM",
+        "FalconForCausalLM",
         "FalconH1ForCausalLM",
         "GPT2LMHeadModel",
         "GPTNeoXForCausalLM",
@@ -191,7 +193,7 @@ def _quantized(config: ModelConfig) -> _Found:
         return f"{reason}, which is not supported yet", INTEGERS
     found = quantization.said(config)
     name = config.architecture
-    if found is not None and name not in quantization.tried(config):
+    if found is not None and served_architecture(config) not in quantization.tried(config):
         method = quantization.method_of(found)
         return f"no test serves {name} with weights that are quantized ({method})", BF16
     return None
@@ -255,20 +257,6 @@ def _pools(config: ModelConfig) -> _Found:
     return None
 
 
-def _loaded_otherwise(config: ModelConfig) -> _Found:
-    if base_architecture(config.architecture) in _REARRANGED:
-        return (
-            f"{config.architecture} has weights that are rearranged while they are loaded, which "
-            "is not supported",
-            ANOTHER,
-        )
-    return None
-
-
-_REARRANGED: Final = frozenset({"FalconForCausalLM", "Llama4ForCausalLM"})
-"""Architectures whose weights are computed, not copied, from those in files."""
-
-
 def _unequal(config: ModelConfig) -> _Found:
     name = config.architecture
     known = known_models().types.get(config.model_type)
@@ -277,8 +265,14 @@ def _unequal(config: ModelConfig) -> _Found:
             f"{name} chooses which tokens to read (sparse MLA), which is not supported yet",
             ANOTHER,
         )
-    if config.get("attention_chunk_size"):
+    chunk = config.get("attention_chunk_size")
+    if chunk and config.model_type not in CHUNKED:
         return f"{name} attends to chunks of its context, which is not supported yet", ANOTHER
+    if chunk and (not isinstance(chunk, int) or chunk % CHUNK_MULTIPLE):
+        wrong = f"attention_chunk_size is {chunk!r}, which is no multiple of {CHUNK_MULTIPLE}"
+        return wrong, ANOTHER
+    if config.model_type == "falcon" and config.get("alibi"):
+        return f"positions of {name} are alibi, which no test computes", ANOTHER
     if known is not None and known.unequal:
         return f"{name} has layers whose keys and values have different sizes", ANOTHER
     return None
@@ -292,6 +286,5 @@ _CHECKS: Final[tuple[Callable[[ModelConfig], _Found], ...]] = (
     _unknown,
     _traits,
     _pools,
-    _loaded_otherwise,
     _unequal,
 )

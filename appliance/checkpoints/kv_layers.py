@@ -17,7 +17,7 @@ from appliance.errors import CheckpointError
 
 STATE_BYTES: Final = 4
 """Of a number of a state, where it is kept in float32."""
-_KV_HEADS: Final = ("num_attention_groups", "multi_query_group_num")
+_KV_HEADS: Final = ("num_attention_groups", "multi_query_group_num", "num_kv_heads")
 _ALIGNED_TOKENS: Final = 128
 """Blocks next to states are a multiple of this with MLA."""
 _FEW_MORE: Final = 1.5
@@ -158,6 +158,8 @@ def heads(config: ModelConfig) -> int:
 
 def kv_heads(config: ModelConfig) -> int:
     """Heads for keys and values."""
+    if config.model_type == "falcon" and not config.get("new_decoder_architecture"):
+        return heads(config) if config.get("multi_query") is False else 1
     default = config.first(*_KV_HEADS) or heads(config)
     return config.integer("num_key_value_heads", default=default)
 

@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
-from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.errors import CheckpointError
 
@@ -32,6 +31,9 @@ MEDIA: Final[Mapping[str, Media]] = {
     "InternVLForConditionalGeneration": Media(
         _PROJECTED, {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     ),
+    "Llama4ForConditionalGeneration": Media(
+        frozenset({"vision_model", "multi_modal_projector"}), {"llama4_text": "Llama4ForCausalLM"}
+    ),
     "LlavaForConditionalGeneration": Media(
         _PROJECTED, {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
     ),
@@ -41,9 +43,16 @@ MEDIA: Final[Mapping[str, Media]] = {
     "Qwen2VLForConditionalGeneration": Media(_VISUAL, {"qwen2_vl_text": "Qwen2ForCausalLM"}),
     "Qwen2_5_VLForConditionalGeneration": Media(_VISUAL, {"qwen2_5_vl_text": "Qwen2ForCausalLM"}),
     "Qwen3VLForConditionalGeneration": Media(_VISUAL, {"qwen3_vl_text": "Qwen3ForCausalLM"}),
+    "Qwen3VLMoeForConditionalGeneration": Media(
+        _VISUAL, {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"}
+    ),
 }
 """By architecture. These are what `tests/engine/test_language_models.py` serves: of others it is
 not known what is to be left out, and how the rest is to be computed."""
+
+TRANSPOSED_EXPERTS: Final = frozenset({"qwen3_vl_moe_text"})
+"""Types of language models whose experts lie ``[experts, in, out]`` in files, which those of the
+same architecture alone do not."""
 
 READS_IMAGES: Final = frozenset(
     {
@@ -51,12 +60,13 @@ READS_IMAGES: Final = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
     }
 )
 """Those of `MEDIA` that are served whole where `images` says so. These are what
 `tests/engine/test_image_prompts.py` serves."""
 
-_RENAMED: Final = (
+RENAMED: Final = (
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("language_model.", ""),
@@ -64,11 +74,8 @@ _RENAMED: Final = (
 """What names of tensors begin with, and with what they begin in a checkpoint of text alone: there
 are names of transformers before its version 4.52, and after."""
 
-_OF_ALL: Final = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-"""What the configuration of a language model takes over from that of the whole."""
 _TEMPLATE: Final = "chat_template.json"
 _NEWER_TEMPLATE: Final = "chat_template.jinja"
-_SECTIONS: Final = ("mrope_section", "mrope_interleaved")
 
 
 def served_architecture(config: ModelConfig) -> str:
@@ -94,6 +101,11 @@ def language_tensors(file: WeightFile, architecture: str) -> WeightFile:
     )
 
 
+def language_layer(name: str, architecture: str) -> str:
+    """What a layer of the language model is called in a checkpoint of text alone."""
+    return _renamed(name) if architecture in MEDIA else name
+
+
 def image_tensors(files: Iterable[WeightFile], architecture: str) -> list[TensorEntry]:
     """The tensors that `language_tensors` leaves out, under their own names."""
     media = MEDIA.get(architecture)
@@ -112,8 +124,6 @@ def why_no_images(
     `cuda`, with torchvision if `libraries`; empty if it can."""
     if config.architecture not in READS_IMAGES:
         return f"images of {config.architecture} are not served, only text"
-    if config.get("quantization_config"):
-        return "images of quantized checkpoints are not served, only text"
     if cuda:
         return "images are not served on GPUs by this version, only text"
     if ranks > 1:
@@ -121,33 +131,6 @@ def why_no_images(
     if not libraries:
         return "torchvision is not there, which models that read images need: run `make install`"
     return ""
-
-
-def language_config(config: Any) -> Any:
-    """The part of transformers' configuration of a checkpoint that is about its language model, for
-    vLLM's `hf_overrides`; other configurations as they are.
-
-    Rotary embeddings with three positions (M-RoPE) become those with one: a token of text has the
-    same one three times. And vLLM does not see that weights are floats of 8 or 4 bits.
-    """
-    quantization.forget(config)
-    (architecture, *_) = config.architectures or ("",)
-    if architecture not in MEDIA:
-        return config
-    text = config.get_text_config()
-    text.architectures = [MEDIA[architecture].languages[text.model_type]]
-    text.tie_word_embeddings = config.tie_word_embeddings
-    for key in _OF_ALL:
-        if (value := getattr(config, key, None)) is not None:
-            setattr(text, key, value)
-    rope = text.rope_parameters
-    if isinstance(rope, dict) and not rope.keys().isdisjoint(_SECTIONS):
-        text.rope_parameters = {
-            key: "default" if value == "mrope" else value
-            for key, value in rope.items()
-            if key not in _SECTIONS
-        }
-    return text
 
 
 def processor_template(path: Path) -> str:
@@ -176,7 +159,7 @@ def _part(name: str) -> str:
 
 
 def _renamed(name: str) -> str:
-    for old, new in _RENAMED:
+    for old, new in RENAMED:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name

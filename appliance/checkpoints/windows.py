@@ -33,6 +33,8 @@ def windowed(config: ModelConfig, layers: int, kinds: list[str] | None) -> Windo
     """Which of a model's `layers` attend to a window; `kinds` is what the file says that each is.
     Where that is not known, all do, as what is said of a model's size is said to be the least."""
     type_ = config.model_type
+    if type_ in CHUNKED:
+        return _chunked(config, layers)
     usual = _TYPES.get(type_, _Usual())
     length = config.text.get("sliding_window", usual.window)
     switch = config.get("use_sliding_window")
@@ -48,6 +50,28 @@ def windowed(config: ModelConfig, layers: int, kinds: list[str] | None) -> Windo
         return Windowed(sum(pattern[i % len(pattern)] == "L" for i in range(layers)), length)
     full = layers // pattern if isinstance(pattern, int) and pattern > 0 else 0
     return Windowed(layers - full, length)
+
+
+def _chunked(config: ModelConfig, layers: int) -> Windowed:
+    """Layers that attend to chunks keep a window as long as one: those with rotary embeddings."""
+    length = config.text.get("attention_chunk_size", _CHUNK)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        return Windowed(0, 0)
+    rotates = config.get("no_rope_layers")
+    if isinstance(rotates, list) and rotates:  # which says of each layer whether it does
+        return Windowed(sum(bool(one) for one in rotates[:layers]), length)
+    interval = config.get("no_rope_layer_interval")
+    interval = interval if isinstance(interval, int) and interval > 0 else _ROTATED
+    return Windowed(layers - layers // interval, length)
+
+
+CHUNKED: Final = frozenset({"llama4_text"})
+"""Types of which layers attend to chunks of their context."""
+CHUNK_MULTIPLE: Final = 32
+"""Tokens that a chunk is to be a multiple of: those of a block of KV."""
+_CHUNK: Final = 8192
+_ROTATED: Final = 4
+"""One in so many layers has no rotary embeddings, and attends to all tokens."""
 
 
 class _Usual(NamedTuple):

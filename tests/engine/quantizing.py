@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from appliance.checkpoints.language_models import MEDIA
 from tests.configs import CONFIGS
 from tests.engine.shrunken import make_shrunken
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbours lies in each four bits of a word."""
 IN_ORDER: Final = tuple(range(8))
+_TOWERS: Final = frozenset(part for media in MEDIA.values() for part in media.towers)
 
 
 def gptq_config(group: int, **changes: Any) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def to_floats(
     products: dict[str, torch.Tensor] = {}
     for name, values in load_file(Path(path) / "model.safetensors").items():
         stored[name] = products[name] = values.to(torch.bfloat16)
-        if values.ndim != 2 or not re.search(r"\.\d+\.", name) or ".gate." in name:
+        if values.ndim != 2 or not re.search(r"\.\d+\.", name) or ".gate." in name or _reads(name):
             continue
         rows, columns = values.shape
         high, wide = block or (1 if by_row else rows, columns)
@@ -235,12 +237,19 @@ def to_microscaled(path: str, multiplied: str) -> None:
 
 
 def _is_left(layer: str, config: dict[str, Any]) -> bool:
-    """Whether a layer is not quantized, as the configuration says."""
+    """Whether a layer is not quantized, as the configuration says; what reads images never is."""
+    if _reads(layer):
+        return True
     patterns = [name for name in config.get("dynamic", ()) if name.startswith("-:")]
     patterns += [name.replace("re:", "-:") for name in config.get("ignore", ())]
     return any(part in layer for part in config.get("modules_to_not_convert", ())) or any(
         re.match(pattern.removeprefix("-:"), layer) for pattern in patterns
     )
+
+
+def _reads(name: str) -> bool:
+    """Whether it is a part of what reads images."""
+    return not _TOWERS.isdisjoint(name.split("."))
 
 
 def _gptq(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from appliance.checkpoints.language_models import TRANSPOSED_EXPERTS
 from tests.engine.house import EOS, save_tokenizer
 
 HIDDEN, HEADS, HEAD_DIM, LAYERS, EXPERTS = 128, 4, 32, 2, 4
@@ -15,6 +16,8 @@ VOCAB = 2048
 """So many that a head takes several slabs."""
 WINDOW = 48
 """Shorter than prompts, and no multiple of a block."""
+CHUNK = 64
+"""Of layers that attend to chunks: shorter than prompts, and a multiple of a block."""
 POSITIONS = 4096
 
 SIZES: Final[dict[str, int]] = {
@@ -37,11 +40,14 @@ SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("n_groups", "attn_layer_offset", "expert_layer_offset"), 1),
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
     **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 8),
+    "num_kv_heads": 2,
     "vocab_size": VOCAB,
     "bos_token_id": 1,
     "eos_token_id": EOS,
     "pad_token_id": 0,
     "sliding_window": WINDOW,
+    "attention_chunk_size": CHUNK,
+    "intermediate_size_mlp": 2 * HIDDEN,
     "original_max_position_embeddings": 1024,
     "query_pre_attn_scalar": HEAD_DIM,
     # What is left of a latent is not made smaller: kernels know a few sizes.
@@ -53,6 +59,15 @@ _SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
 """Types that transformers has under another name only."""
 _PATTERN: Final = "M*-"
 """A layer of each kind: Mamba, attention, and neither."""
+_NORMS: Final = ("norm", ".ln_attn.", ".ln_mlp.")
+"""In names of weights that stay as they are."""
+_OWN: Final[dict[str, dict[str, int]]] = {
+    # Experts are weighted before they compute, so that a token has one of them.
+    "llama4_text": {"num_experts_per_tok": 1},
+    # A matrix of experts has other sizes than its transposed one.
+    "qwen3_vl_moe_text": {"moe_intermediate_size": 96},
+}
+"""Of a type."""
 _PERIODIC: Final = ("layer_types", "no_rope_layers")
 _LEFT_OUT: Final[dict[str, dict[str, int]]] = {
     "gemma3_text": {"vocab_size": VOCAB, "sliding_window_pattern": 2},
@@ -74,6 +89,9 @@ _VISION: Final[dict[str, Any]] = {
     "patch_size": 14,
     "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [0, 1],
+    **dict.fromkeys(
+        ("vision_output_dim", "projector_input_dim", "projector_output_dim"), 2 * HIDDEN
+    ),
 }
 """Of a tower that reads images."""
 
@@ -110,6 +128,7 @@ def _shrink(part: dict[str, Any]) -> None:
     for key, size in _LEFT_OUT.get(part.get("model_type", ""), {}).items():
         if key not in given:
             part[key] = size
+    part.update(_OWN.get(part.get("model_type", ""), {}))
     for key in _PERIODIC:
         if key in given:
             part[key] = part[key][:layers]
@@ -131,6 +150,8 @@ def _layers(part: dict[str, Any]) -> int:
         return len(_PATTERN)
     if "full_attention_interval" in part:
         return int(part["full_attention_interval"])
+    if part.get("model_type") == "llama4_text":  # the last has no rotary embeddings
+        return int(part["no_rope_layers"].index(0)) + 1
     if "layer_types" in part:
         kinds: list[str] = part["layer_types"]
         return max(kinds.index(kind) for kind in set(kinds)) + 1 if len(set(kinds)) > 1 else LAYERS
@@ -155,7 +176,7 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     with torch.no_grad():
         model = kind(made)
         for weight, values in model.named_parameters():
-            if "norm" not in weight:
+            if not any(part in weight for part in _NORMS):
                 # A tied head answers a large embedding with its own token, again and again.
                 tied = made.tie_word_embeddings and values.shape == (VOCAB, HIDDEN)
                 values.normal_(0.0, 0.02 if tied else 0.2 if values.dim() > 1 else 0.05)
@@ -164,5 +185,18 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     # Transformers writes what published files leave out, and another type.
     if "vision_config" in small or small["model_type"] in _SAME_AS:
         (path / "config.json").write_text(as_published)
+    if small.get("text_config", {}).get("model_type") in TRANSPOSED_EXPERTS:
+        _transpose_experts(path / "model.safetensors")
     save_tokenizer(path)
     return str(path)
+
+
+def _transpose_experts(file: Path) -> None:
+    """As published files have them; transformers writes them otherwise by now."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})

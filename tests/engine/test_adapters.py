@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from tests.engine.house import (
     sequence,
 )
 from tests.engine.player import prompts
+from tests.engine.quantizing import awq_config, gptq_config, quantize, w4a16_config
+from tests.engine.test_quantized import label, quantized
 from tests.lora import ATTENTION, make_adapter
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -209,6 +212,43 @@ def test_outputs_equal_plain_vllm(
     found = Batch(house, engine, adapters).answers()
 
     assert found == plain(plain_answers, path, dtype, adapters)
+    by_adapter = [found[number::4] for number in range(4)]
+    assert all(one != other for one in by_adapter[1:] for other in by_adapter[:1])
+    engine.begin_load().wait()
+    assert engine.verify() is Verdict.OK
+
+
+METHODS = [gptq_config(32), awq_config(32), w4a16_config(32, symmetric=False)]
+QUANTIZED = [(name, METHODS[n % len(METHODS)]) for n, name in enumerate(SERVED.values())]
+"""Each architecture with one kind of quantized weights."""
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [pytest.param(n, c, id=f"{n}-{label(c)}") for n, c in QUANTIZED]
+)
+def test_adapters_of_quantized_weights_answer_as_plain_vllm(
+    tmp_path: Path,
+    checkpoints: dict[str, str],
+    mistral: str,
+    plain_answers: PlainAnswers,
+    name: str,
+    config: dict[str, Any],
+) -> None:
+    stored = {**checkpoints, MISTRAL: mistral}[name]
+    adapters = three(tmp_path, stored)
+    path = str(shutil.copytree(stored, tmp_path / "quantized"))
+    quantize(path, config, "float16")
+    house = make_house()
+
+    engine = house.build(name, path, dtype="float16", adapters=adapters)
+    known = least(
+        read_model(configured(name, path, "float16", adapters), DEVICES), CONTEXT, DEVICES
+    )
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    assert quantized(engine)
+    found = Batch(house, engine, adapters).answers()
+
+    assert found == plain(plain_answers, path, "float16", adapters)
     by_adapter = [found[number::4] for number in range(4)]
     assert all(one != other for one in by_adapter[1:] for other in by_adapter[:1])
     engine.begin_load().wait()

@@ -1,5 +1,4 @@
-"""Each family of models that is said to be served answers as plain vLLM does; the others cannot be
-built."""
+"""Each family of models that is said to be served answers as plain vLLM does."""
 
 from __future__ import annotations
 
@@ -33,15 +32,19 @@ DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SL
 
 FAMILIES = sorted(
     {
-        (base_architecture(config["architectures"][0]), bool(config.get("sliding_window"))): name
+        (
+            base_architecture(config["architectures"][0]),
+            bool(config.get("sliding_window")),
+            bool(config.get("new_decoder_architecture")),
+        ): name
         for name, config in sorted(CONFIGS.items(), reverse=True)
         if name not in {**REFUSED, **NOT_ON_CPU}
         and "quantization_config" not in config
         and config["architectures"][0].endswith(("CausalLM", "HeadModel"))
     }.values()
 )
-"""One model of each architecture, and of each that has windows; `test_quantized` serves those whose
-weights are quantized."""
+"""One model of each architecture, of each that has windows, and of Falcon's newer form;
+`test_quantized` serves those whose weights are quantized."""
 OTHERS = sorted(
     name
     for name, config in CONFIGS.items()
@@ -141,17 +144,6 @@ def test_all_that_are_served_can_be_built(tmp_path: Path, name: str) -> None:
 
     check_sizes(entry, engine)
     engine.retire()
-
-
-def test_what_is_refused_cannot_be_built(tmp_path: Path) -> None:
-    """Weights that are rearranged while they are loaded. `test_pooling` and `test_quantized` have
-    those that are refused for other reasons."""
-    from appliance.engines.vllm.weights.recipe import UnsupportedCheckpoint
-
-    path = make_shrunken(tmp_path, "falcon-7b", CONFIGS["falcon-7b"])
-
-    with pytest.raises(UnsupportedCheckpoint):
-        make_house().build("falcon-7b", path, dtype="float32")
 
 
 def test_names_of_architectures_and_types_are_those_of_vllm() -> None:

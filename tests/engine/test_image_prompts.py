@@ -21,8 +21,10 @@ from appliance.engines.vllm.images.arguments import image_args
 from appliance.engines.vllm.images.prompts import ImagePrompts
 from appliance.engines.vllm.seams import SeamMoved
 from appliance.units import Bytes, Memory
+from tests.configs import CONFIGS
 from tests.engine.conftest import plain_process
 from tests.engine.house import SLAB, House, PlainAnswers, Sampling, make_house, sequence
+from tests.engine.shrunken import make_shrunken
 from tests.engine.with_images import (
     GEMMA3,
     NAMES,
@@ -37,6 +39,7 @@ from tests.engine.with_images import (
 )
 
 CONTEXT, LENGTH, SLABS, MOST, BLOCK = 1024, 12, 48, 2, 32
+EXPERTS: Final = "mixtral-8x7b-instruct-v0.1"
 POOL: Final = 96
 """Slabs: for the KV of all prompts at once, too."""
 DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
@@ -50,8 +53,11 @@ GREEDY: Final = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[PlainAnswers]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainAnswers]:
+    """Of a process whose first model has experts: vLLM has no others in it after one without."""
+    path = make_shrunken(tmp_path_factory.mktemp("first"), EXPERTS, CONFIGS[EXPERTS])
     with plain_process(PLAIN) as answers:
+        answers(path, "float32", [ImagePrompt((3, 4, 5))], [Sampling(max_tokens=1)])
         yield answers
 
 

@@ -25,21 +25,28 @@ from tests.engine.shrunken import make_shrunken
 
 CONTEXT, LENGTH, SLABS = 1024, 16, 48
 DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+EXPERTS: Final = "mixtral-8x7b-instruct-v0.1"
 WITH_IMAGES: Final = "from tests.engine.image_libraries import stand_in; stand_in()\n"
 
 NAMES = sorted(
     name
     for name, config in CONFIGS.items()
-    if config["architectures"][0] in MEDIA and name not in REFUSED
+    if config["architectures"][0] in MEDIA
+    and name not in REFUSED
+    and "quantization_config" not in config
 )
+"""Those that are quantized are served by `test_quantized_readers`."""
 
 
 GREEDY = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[PlainAnswers]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainAnswers]:
+    """Of a process whose first model has experts: vLLM has no others in it after one without."""
+    path = make_shrunken(tmp_path_factory.mktemp("first"), EXPERTS, CONFIGS[EXPERTS])
     with plain_process(WITH_IMAGES) as answers:
+        answers(path, "float32", [(3, 4, 5)], [Sampling(max_tokens=1)])
         yield answers
 
 

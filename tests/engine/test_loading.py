@@ -56,7 +56,10 @@ def toy(shapes: dict[str, tuple[int, ...]], load: Callable[..., None], dtype: st
 
 
 def fused(model: Any, name: str, tensor: Any) -> None:
-    """q, k and v into one matrix; the second rank's columns of o; a transposed and a padded one."""
+    """q, k and v into one matrix; the second rank's columns of o; a transposed and a padded one;
+    rows in another order, as Llama 4 and Falcon want them; and Llama 4's experts."""
+    import torch
+
     if name in "qkv":
         model.qkv.data.narrow(0, "qkv".index(name) * 40, 40).copy_(tensor)
     elif name == "o":
@@ -67,6 +70,20 @@ def fused(model: Any, name: str, tensor: Any) -> None:
     elif name == "embed":
         model.embed[: len(tensor)].data.copy_(tensor)
         model.embed[len(tensor) :].data.fill_(0)
+    elif name == "turned":
+        model.turned.data.copy_(tensor.view(3, 4, 2, 7).transpose(1, 2).reshape(24, 7))
+    elif name == "biases":
+        model.biases.data.copy_(tensor.view(3, 4, 2).transpose(1, 2).reshape(24))
+    elif name == "groups":  # of two heads of queries, one of keys and one of values
+        groups = tensor.view(3, 4, 5, 6)
+        parts = [groups[:, first:last].reshape(-1, 6) for first, last in ((0, 2), (2, 3), (3, 4))]
+        joined, first = torch.cat(parts), 0
+        for size in (30, 15, 15):
+            model.groups.data.narrow(0, first, size).copy_(joined.narrow(0, first, size))
+            first += size
+    elif name == "experts":
+        for number, half in enumerate(tensor.transpose(-1, -2).chunk(2, dim=-2)):
+            model.experts.data.narrow(1, number * 5, 5).copy_(half)
     elif name == "scale":
         model.scale.data.copy_(tensor.expand(model.scale.shape))
     else:
@@ -79,6 +96,10 @@ FUSED = {
     "qkv": (120, 24),
     "o": (24, 20),
     "t": (30, 24),
+    "turned": (24, 7),
+    "biases": (24,),
+    "groups": (60, 6),
+    "experts": (4, 10, 8),
     "scale": (9,),
     "mixed": (14, 5),
 }
@@ -89,6 +110,10 @@ STORED = {
     "v": (40, 24),
     "o": (24, 40),
     "t": (24, 30),
+    "turned": (24, 7),
+    "biases": (24,),
+    "groups": (60, 6),
+    "experts": (4, 8, 10),
     "scale": (1,),
     "even": (7, 5),
     "odd": (7, 5),
@@ -179,6 +204,32 @@ def test_a_recipe_writes_what_the_loader_would(
     assert all((parameter == 77).all() for parameter in model.parameters())
 
 
+def test_rearranged_rows_are_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole heads, and a transposed expert in parts: a buffer is never as large as a tensor."""
+    from appliance.engines.vllm.weights import loading
+
+    monkeypatch.setattr(loading, "PIECE_BYTES", 64)
+    monkeypatch.setattr(loading, "READ_BYTES", 400)
+    sizes: dict[str, list[int]] = {}
+    buffer = loading._Bench._buffer
+
+    def noted(bench: Any, use: str, nbytes: int) -> Any:
+        sizes.setdefault(use, []).append(nbytes)
+        return buffer(bench, use, nbytes)
+
+    monkeypatch.setattr(loading._Bench, "_buffer", noted)
+    names = ("turned", "experts")
+    save(tmp_path / "model.safetensors", {name: STORED[name] for name in names}, "float32")
+
+    written(tmp_path / "model.safetensors", toy({n: FUSED[n] for n in names}, fused, "float32"))
+
+    head, expert = 8 * 7 * 4, 10 * 8 * 4
+    assert set(sizes["plain"]) == {head, expert}
+    assert max(sizes["raw"]) <= 400
+
+
 def test_no_model_takes_less_than_is_known_before(
     house: House, checkpoints: dict[str, str]
 ) -> None:
@@ -251,6 +302,26 @@ def interleaved_twice(model: Any, name: str, tensor: Any) -> None:
     model.w.data[:, ::2].copy_(tensor[:, 1::2])
 
 
+def part_of_a_head(model: Any, name: str, tensor: Any) -> None:
+    turned = tensor.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
+    model.w.data[:2].copy_(turned[:2])
+
+
+def columns_of_turned(model: Any, name: str, tensor: Any) -> None:
+    turned = tensor.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
+    model.w.data[:, :2].copy_(turned[:, :2])
+
+
+def add_to_turned(model: Any, name: str, tensor: Any) -> None:
+    model.w.data.copy_(tensor.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4) + 1)
+
+
+def beside_each_other(model: Any, name: str, tensor: Any) -> None:
+    import torch
+
+    model.w.data.copy_(torch.cat([tensor[:, :2], tensor[:, 2:]], 1))
+
+
 def not_at_all(model: Any, name: str, tensor: Any) -> None:
     pass
 
@@ -270,6 +341,10 @@ def wrong_shape(model: Any, name: str, tensor: Any) -> None:
         (half, "for w do not write each of its elements once"),
         (twice, "for w do not write each of its elements once"),
         (interleaved_twice, "for w do not write each of its elements once"),
+        (part_of_a_head, "a part of a rearranged row with stored"),
+        (columns_of_turned, "a part of a rearranged copy with stored"),
+        (add_to_turned, r"aten\.add\.Tensor with stored while loading"),
+        (beside_each_other, "a concatenation with stored"),
         (not_at_all, "no tensor for w"),
         (wrong_shape, r"stored \[8, 4\] of .*model\.safetensors does not fit Toy: not this one"),
     ],

@@ -17,12 +17,16 @@ from tests.engine.conftest import plain_process
 from tests.engine.house import SLAB, House, PlainAnswers, Sampling, sequence, tokens
 from tests.engine.player import Player
 from tests.engine.shrunken import WINDOW, make_shrunken
+from tests.engine.test_language_models import WITH_IMAGES
 from tests.engine.test_mixed import Box, prompt
 from tests.engine.test_prefix import PoisonVmm
 
 EXPERTS = "gpt-oss-20b-bf16"
 ALIKE = "mistral-7b-v0.1"
 """All of its layers attend to a window."""
+CHUNKED = "llama-4-scout-17b-16e-instruct"
+"""Its layers attend to chunks, of which one and what is before it take as many blocks as a window.
+It is the language model of one that reads images."""
 MODELS = [EXPERTS, "gemma-3-270m", ALIKE]
 BLOCK = 32
 CONTEXT = 4096
@@ -33,6 +37,7 @@ LONG = 2400
 GREEDY = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 SEEDED = Sampling(max_tokens=LENGTH, temperature=0.9, seed=7, top_p=0.9, ignore_eos=True)
 ALL = pytest.mark.parametrize("model", MODELS)
+WITH_CHUNKS = pytest.mark.parametrize("model", [*MODELS, CHUNKED])
 
 Answers = Callable[..., list[list[int]]]
 
@@ -55,14 +60,14 @@ def make_windowed(folder: Path, models: Sequence[str]) -> House:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("windows")
-    for name in MODELS:
+    for name in (*MODELS, CHUNKED):
         make_shrunken(folder, name, CONFIGS[name])
     return folder
 
 
 @pytest.fixture(scope="module")
 def built(folder: Path) -> House:
-    return make_windowed(folder, MODELS)
+    return make_windowed(folder, [*MODELS, CHUNKED])
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def house(built: House) -> Iterator[House]:
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> Iterator[Answers]:
     """Of a process whose first model has experts: vLLM has no others in it after one without."""
-    with plain_process() as plain:
+    with plain_process(WITH_IMAGES) as plain:
 
         def ask(
             model: str, words: Sequence[tuple[int, ...]], sampling: Sampling = GREEDY
@@ -94,6 +99,8 @@ def told(
 ) -> list[list[int]]:
     asked = [sampling] * len(words)
     arguments = {"skip_tokenizer_init": True, "max_model_len": CONTEXT}
+    if Path(path).name == CHUNKED:
+        arguments["language_model_only"] = True
     found = plain(path, "float32", list(words), asked, **arguments)
     return [answer["sequences"][0] for answer in found]
 
@@ -102,7 +109,7 @@ def held(engine: Any, request: str) -> int:
     return len(engine._scheduler.held_blocks(request))
 
 
-@ALL
+@WITH_CHUNKS
 def test_mixed_turns_equal_plain_vllm(house: House, answers: Answers, model: str) -> None:
     """Two prompts in chunks, in the steps of two requests that decode; one is much longer than a
     window, and so is what one that decodes has at its end."""
@@ -126,7 +133,7 @@ def test_mixed_turns_equal_plain_vllm(house: House, answers: Answers, model: str
     assert list(outputs.values()) == answers(model, list(words.values()))
 
 
-@ALL
+@WITH_CHUNKS
 def test_what_is_held(house: House, model: str) -> None:
     """It follows from the number of tokens, in every step; it grows no more where windows are."""
     box = Box(house, model)
@@ -155,7 +162,7 @@ def test_what_is_held(house: House, model: str) -> None:
     assert shape.blocks(LONG + LENGTH) == each * shape.tables + most * len(shape.windows)
 
 
-@ALL
+@WITH_CHUNKS
 def test_swapped_and_evicted_in_the_midst(house: House, answers: Answers, model: str) -> None:
     """Weights and KV leave between any seven tokens, and windows move on to other blocks."""
     words = [prompt(n, n) for n in (30, 64, 300)]

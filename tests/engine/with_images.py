@@ -15,9 +15,10 @@ from tests.engine.shrunken import make_shrunken
 QWEN2: Final = "qwen2-vl-7b-instruct"
 QWEN2_5: Final = "qwen2.5-vl-7b-instruct"
 QWEN3: Final = "qwen3-vl-8b-instruct"
+QWEN3_MOE: Final = "qwen3-vl-30b-a3b-instruct"
 GEMMA3: Final = "gemma-3-4b-it"
 
-NAMES: Final = (QWEN2, QWEN2_5, QWEN3, GEMMA3)
+NAMES: Final = (QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, GEMMA3)
 
 MOST_TOKENS: Final = 64
 """Of an image of Qwen's models here."""
@@ -160,7 +161,7 @@ def _processor(name: str) -> Mapping[str, dict[str, Any]]:
         }
     patch = 14  # published ones of Qwen3-VL have 16
     pixels = (2 * patch) ** 2
-    made = {QWEN2: "Qwen2VL", QWEN2_5: "Qwen2_5_VL", QWEN3: "Qwen3VL"}[name]
+    made = {QWEN2: "Qwen2VL", QWEN2_5: "Qwen2_5_VL"}.get(name, "Qwen3VL")
     images = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": f"{made}Processor",
@@ -170,7 +171,7 @@ def _processor(name: str) -> Mapping[str, dict[str, Any]]:
         "size": {"shortest_edge": 4 * pixels, "longest_edge": MOST_TOKENS * pixels},
         **colours,
     }
-    videos = "Qwen3VL" if name == QWEN3 else "Qwen2VL"
+    videos = "Qwen3VL" if made == "Qwen3VL" else "Qwen2VL"
     return {
         "preprocessor_config.json": images,
         "video_preprocessor_config.json": {
@@ -190,14 +191,12 @@ class Prepared(NamedTuple):
 class Preparer:
     """Makes prompts with images as vLLM's front half does, for one checkpoint."""
 
-    def __init__(self, path: str, images: int) -> None:
+    def __init__(self, path: str, images: int, dtype: str = "float32") -> None:
         from vllm.config import ModelConfig
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         self.path = path
-        config = ModelConfig(
-            path, dtype="float32", limit_mm_per_prompt={"image": images, "video": 0}
-        )
+        config = ModelConfig(path, dtype=dtype, limit_mm_per_prompt={"image": images, "video": 0})
         self._processor = MULTIMODAL_REGISTRY.create_processor(config)
 
     def prepare(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> Prepared:

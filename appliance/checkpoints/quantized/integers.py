@@ -2,7 +2,7 @@
 
 vLLM's CPU kernel for such experts needs AMX. So the whole model is served as if its checkpoint had
 the products, (number - zero) * scale, in the type that it is computed in. Which tensors a layer has
-is said in `appliance.checkpoints.quantized.quantization` and `appliance.checkpoints.quantized.compressed_tensors`.
+is said in the modules `quantization` and `compressed_tensors` of this package.
 """
 
 from __future__ import annotations

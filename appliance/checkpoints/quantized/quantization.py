@@ -1,8 +1,8 @@
 """Weights that are quantized: what ``config.json`` says of them, and which of them are served.
 
-Integers of compressed-tensors are (`appliance.checkpoints.quantized.compressed_tensors`), floats of 8 and of
-4 bits (`appliance.checkpoints.quantized.floats`, `microscaled`), and GPTQ and AWQ in 4 bits, as vLLM's CPU
-kernel computes with them, or with experts as their products (`appliance.checkpoints.quantized.integers`):
+Integers of compressed-tensors are (`compressed_tensors`), floats of 8 and of 4 bits (`floats`,
+`microscaled`), and GPTQ and AWQ in 4 bits, as vLLM's CPU kernel computes with them, or with experts
+as their products (`integers`); all of them modules of this package:
 
     NAME.qweight  int32, eight numbers in each      GPTQ [in / 8, out]        AWQ [in, out / 8]
     NAME.scales   a factor for each group of rows   [in / group, out]
@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
+from appliance.checkpoints.language_models import language_layer
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.quantized import compressed_tensors, floats, integers, microscaled
 from appliance.checkpoints.quantized.compressed_tensors import FUSED
@@ -155,13 +156,36 @@ def _multiplying(found: Mapping[str, Any], architecture: str) -> _Products | Non
 
 
 def said(config: ModelConfig) -> dict[str, Any] | None:
-    """What the file says of quantized weights; None if they are not."""
+    """What the file says of quantized weights; None if they are not. Layers of a language model
+    that are not have the names by which it is served alone."""
     for values in (config.whole, config.text):
         for name in ("quantization_config", "compression_config"):
             found = values.get(name)
             if found and isinstance(found, dict):
-                return found
+                return {key: _named(value, key, config) for key, value in found.items()}
     return None
+
+
+def _named(value: Any, key: str, config: ModelConfig) -> Any:
+    if key not in _LEFT_OUT_NAMES or not isinstance(value, list):
+        return value
+    architecture = config.architecture
+    return [language_layer(n, architecture) if isinstance(n, str) else n for n in value]
+
+
+_LEFT_OUT_NAMES: Final = ("ignore", "modules_to_not_convert")
+"""Lists of layers that are not quantized."""
+
+
+def rounds_activations(config: ModelConfig) -> bool:
+    """Whether weights and activations are integers of 8 bits."""
+    found = quantization(config)
+    if found is None or method_of(found) != compressed_tensors.METHOD:
+        return False
+    if compressed_tensors.why_not_whole(found):
+        return False
+    _, group = compressed_tensors.sole_group(found)
+    return bool(group.get("input_activations"))
 
 
 def method_of(found: dict[str, Any]) -> str:
@@ -313,6 +337,27 @@ def _why_not_alone(layer: str, known: Mapping[str, TensorEntry]) -> str | None:
                 if f"{stem}.{other}.weight" in known:
                     return f"{layer}{_WORDS} is quantized, and {stem}.{other} is not"
     return None
+
+
+def linear_shapes(
+    config: ModelConfig, tensors: Iterable[TensorEntry]
+) -> dict[str, tuple[int, ...]]:
+    """Of the weight of each layer, by the layer's name: [out, in] of a linear one, quantized or
+    not."""
+    found = quantization(config)
+    gptq = found is not None and method_of(found) == "gptq"
+    shapes = {}
+    for tensor in tensors:
+        layer, _, own = tensor.name.rpartition(".")
+        if own == "weight":
+            shapes[layer] = tuple(tensor.shape)
+        elif len(tensor.shape) == 2 and tensor.name.endswith(_PACKED):
+            first, second = tensor.shape
+            if own == "weight_packed":
+                shapes[layer] = (first, second * NUMBERS)
+            else:
+                shapes[layer] = (second, first * NUMBERS) if gptq else (second * NUMBERS, first)
+    return shapes
 
 
 def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:

@@ -46,7 +46,7 @@ from appliance.checkpoints.adapters import Adapter, AdapterPlace, read_adapters
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import keeps_state
 from appliance.checkpoints.kv_layers import is_compressed
-from appliance.checkpoints.language_models import language_tensors
+from appliance.checkpoints.language_models import MEDIA, language_tensors
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
 from appliance.checkpoints.task import PoolerValue, dense_files
@@ -84,6 +84,7 @@ from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
 from appliance.engines.vllm.weights import parameters
 from appliance.engines.vllm.weights.placed import PlacedWeights
+from appliance.engines.vllm.weights.quantized import name_as_text
 from appliance.engines.vllm.weights.recipe import LOAD_FORMAT, recording
 from appliance.memory.arena import Arena
 from appliance.memory.host_tier import HostTier
@@ -584,6 +585,8 @@ def _configure(
         **chosen,
     ).create_engine_config()
     check_pooling(task, config.model_config, checkpoint)
+    if checkpoint.architecture in MEDIA and not images:
+        name_as_text(config)
     return config
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -79,7 +80,15 @@ class InArena:
 
 
 def _windowed(spec: KVCacheSpec, longest: int) -> KVCacheSpec:
-    """With blocks as long as those of other layers; without a window that `longest` blocks fit."""
+    """With blocks as long as those of other layers; without a window that `longest` blocks fit.
+
+    Layers that attend to the chunk of a token keep a window as long as that: no chunk begins before
+    its window does. How they attend is theirs to know.
+    """
+    if type(spec) is ChunkedLocalAttentionSpec:
+        chunk = spec.attention_chunk_size
+        drop = ("attention_chunk_size",)
+        spec = replace_as(spec, SlidingWindowSpec, drop=drop, sliding_window=chunk)
     if type(spec) is not SlidingWindowSpec:
         return spec
     if window_blocks(spec.sliding_window, BLOCK_TOKENS) < longest:

@@ -25,7 +25,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from appliance.checkpoints.language_models import language_config, processor_template
+from appliance.checkpoints.language_models import processor_template
+from appliance.checkpoints.overrides import language_config, whole_config
 from appliance.frontend.core import Core
 from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
@@ -221,8 +222,7 @@ def arguments(model: FrontModel) -> Namespace:
     # vLLM writes into what it parses, and defaults are the same objects for all models.
     args: Namespace = deepcopy(_parser().parse_args(options))
     args.served_model_name = list(names_of(model.name))
-    if not model.images:
-        args.hf_overrides = language_config
+    args.hf_overrides = whole_config if model.images else language_config
     args.chat_template = processor_template(Path(model.path)) or None
     return args
 

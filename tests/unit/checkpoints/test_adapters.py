@@ -24,6 +24,7 @@ from appliance.config.loader import load_config
 from appliance.config.sizing import adapter_places, read_model
 from appliance.errors import ConfigError
 from appliance.vocabulary import Task
+from tests.engine.quantizing import awq_config, gptq_config, w4a16_config, w8a8_config
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 BASE = {Q: (16, 8), DOWN: (8, 24), "lm_head": (32, 8), "model.embed_tokens": (32, 8)}
@@ -185,10 +186,32 @@ def test_files_that_are_not_there_or_damaged(tmp_path: Path, base: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("quantization", "own", "words"),
+    [
+        (gptq_config(32), "qweight", (1, 24)),
+        (awq_config(32), "qweight", (8, 3)),
+        (w4a16_config(32), "weight_packed", (24, 1)),
+    ],
+)
+def test_layers_of_quantized_bases_have_the_shapes_of_their_weights(
+    tmp_path: Path, quantization: dict[str, Any], own: str, words: tuple[int, int]
+) -> None:
+    """Of 24 rows and 8 columns, of which eight numbers are in a word."""
+    path = make_base(tmp_path / "base", quantization_config=quantization)
+    save_file({f"{DOWN}.{own}": np.zeros(words, np.int32)}, path / "model.safetensors")
+    shapes = {"A": (4, 8), "B": (24, 4)}
+    tensors = {f"base_model.model.{DOWN}.lora_{part}.weight": s for part, s in shapes.items()}
+
+    (adapter,) = read_adapters([make(tmp_path, tensors)], read_model_config(path))
+
+    assert adapter.layers[DOWN].b.shape == (24, 4)
+
+
+@pytest.mark.parametrize(
     ("changes", "served", "why"),
     [
         ({"architectures": ["OPTForCausalLM"]}, {}, "adapters of OPTForCausalLM"),
-        ({"quantization_config": {"quant_method": "awq"}}, {}, "quantized"),
+        ({"quantization_config": w8a8_config()}, {}, "activations in 8 bits"),
         ({}, {"task": Task.EMBED}, "that pool"),
         ({}, {"ranks": 2}, "several ranks"),
         ({}, {"cuda": True}, "on the CPU only"),

@@ -104,8 +104,16 @@ def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) 
         ),
         ({"attention_chunk_size": 64}, "attends to chunks"),
         (
-            {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"},
-            "weights that are rearranged while they are loaded",
+            {
+                "architectures": ["Llama4ForCausalLM"],
+                "model_type": "llama4_text",
+                "attention_chunk_size": 100,
+            },
+            "attention_chunk_size is 100, which is no multiple of 32",
+        ),
+        (
+            {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True},
+            "positions of FalconForCausalLM are alibi",
         ),
         ({"index_topk": 2048}, "chooses which tokens to read"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.checkpoints.kv_layers import KvLayers, kv_layers
+from appliance.checkpoints.kv_layers import KvLayers, kv_heads, kv_layers
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.errors import CheckpointError
 from tests.configs import CONFIGS
@@ -175,6 +175,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, changes: dict[str, An
         ("olmo-3-7b-instruct", 32, 24, 4096),
         ("exaone-4.0-32b", 64, 48, 4096),
         ("gpt-oss-20b-bf16", 24, 12, 128),
+        ("llama-4-scout-17b-16e-instruct", 48, 36, 8192),
         ("exaone-4.0-1.2b", 30, 0, 0),
         ("qwen2.5-7b-instruct", 28, 0, 0),
         ("qwen3-8b", 36, 0, 0),
@@ -196,6 +197,39 @@ def test_windows_that_a_file_leaves_to_its_type(tmp_path: Path) -> None:
     assert kv_layers(config_of(tmp_path, none), BF16, cuda=False).windowed == 0
     odd = {**CONFIGS["mistral-7b-v0.1"], "sliding_window": "long"}
     assert kv_layers(config_of(tmp_path, odd), BF16, cuda=False).windowed == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "windowed", "window"),
+    [
+        ({"no_rope_layers": []}, 36, 8192),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 3}, 32, 8192),
+        ({"no_rope_layers": [0] * 48}, 0, 8192),
+        ({"attention_chunk_size": 64}, 36, 64),
+        ({"attention_chunk_size": None}, 0, 0),
+    ],
+)
+def test_chunks_are_windows(
+    tmp_path: Path, changes: dict[str, Any], windowed: int, window: int
+) -> None:
+    """Of Llama 4's layers that have rotary embeddings."""
+    whole = CONFIGS["llama-4-scout-17b-16e-instruct"]
+    config = {**whole, "text_config": {**whole["text_config"], **changes}}
+    found = kv_layers(config_of(tmp_path, config), BF16, cuda=False)
+    assert (found.windowed, found.window) == (windowed, window)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "wanted"),
+    [
+        ("falcon-7b", {}, 1),
+        ("falcon-7b", {"multi_query": False}, 71),
+        ("falcon-40b", {}, 8),
+    ],
+)
+def test_heads_of_falcon(tmp_path: Path, name: str, changes: dict[str, Any], wanted: int) -> None:
+    """Its older form has one for keys and values, if it does not say otherwise."""
+    assert kv_heads(config_of(tmp_path, {**CONFIGS[name], **changes})) == wanted
 
 
 def test_windows_on_a_long_context_save_memory() -> None:

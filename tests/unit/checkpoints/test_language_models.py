@@ -17,12 +17,12 @@ from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.families import UnsupportedModel, check_family, is_tried
 from appliance.checkpoints.language_models import (
     MEDIA,
-    language_config,
     language_tensors,
     processor_template,
     served_architecture,
 )
 from appliance.checkpoints.model_config import known_models, read_model_config
+from appliance.checkpoints.overrides import language_config
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.checkpoints.task import check_task
 from appliance.config.checks import warnings
@@ -233,7 +233,6 @@ def test_what_reads_images_is_counted_where_prompts_have_some(fake_checkpoint: M
     [
         ({}, "", ""),
         ({"architectures": ["LlavaForConditionalGeneration"]}, "", "Llava.* only text"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "", "of quantized checkpoints"),
         ({}, "tensor_parallel = 2\n", "by several ranks"),
     ],
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.checkpoints.language_models import language_config, why_no_images
+from appliance.checkpoints.language_models import why_no_images
 from appliance.checkpoints.model_config import ModelConfig
+from appliance.checkpoints.overrides import language_config, whole_config
 from appliance.engines.vllm.device import Device
 from appliance.platform.torchvision import is_there
 
@@ -21,6 +22,7 @@ def image_args(images: int, checkpoint: ModelConfig, ranks: int, device: Device)
     if wrong := why_no_images(checkpoint, ranks=ranks, cuda=cuda, libraries=is_there()):
         raise ValueError(f"{checkpoint.path}: {wrong}")
     return {
+        "hf_overrides": whole_config,
         # What prepares images is made with it; vLLM asks that for the size of an image.
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"image": images, "video": 0},

@@ -79,6 +79,7 @@ _KINDS: Final[Mapping[str, Callable[[Item, Any], tuple[MultiModalKwargsItem, int
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5_VLForConditionalGeneration": _qwen,
     "Qwen3VLForConditionalGeneration": _qwen,
+    "Qwen3VLMoeForConditionalGeneration": _qwen,
 }
 """How each architecture's images are made up; gives the image, and how many embeddings it is."""
 

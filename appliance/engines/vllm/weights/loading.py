@@ -205,6 +205,10 @@ class _Bench:
             address = plain.data_ptr() + write.start * plain.element_size()
             self._read(write, [mapping.view(address, write.elements * plain.element_size())])
             return
+        for part in write.in_reads(READ_BYTES // plain.element_size()):
+            self._assemble_part(part, plain)
+
+    def _assemble_part(self, write: Write, plain: torch.Tensor) -> None:
         sizes = [axis.size for axis in write.axes]
         target = plain.as_strided(sizes, [axis.target for axis in write.axes], write.start)
         if not isinstance(write.origin, Origin):
@@ -344,6 +348,16 @@ def _all_pieces(
         yield LayerPiece(first, end + last.nbytes - first, recipe, starts)
 
 
+def _can_be_cut(made_of: Ingredients, elements: int) -> bool:
+    """Whether its writes can be cut behind each multiple of so many elements."""
+    return not any(
+        (bound - write.start) % write.unit
+        for bound in range(elements, made_of.elements, elements)
+        for write in made_of.writes
+        if write.start < bound < write.start + write.elements
+    )
+
+
 def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterator[WeightPiece]:
     """Cut a tensor whose image begins at `offset` by rows, if its writes can be cut there."""
     packing = linear or made_of.packing
@@ -356,14 +370,11 @@ def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterat
         step = each * row_bytes
     else:
         nbytes, each, step = packing.nbytes, packing.piece_rows, packing.piece_bytes
-    inner_bounds = range(each * row, made_of.elements, each * row)
-    if any(
-        (bound - write.start) % write.unit
-        for bound in inner_bounds
-        for write in made_of.writes
-        if write.start < bound < write.start + write.elements
-    ):
-        each, step = rows, nbytes
+    if not _can_be_cut(made_of, each * row):
+        units = {write.unit for write in made_of.writes if write.unit < write.elements}
+        times = math.lcm(each * row, *units) // (each * row)
+        fits = times * each * row_bytes <= READ_BYTES and _can_be_cut(made_of, times * each * row)
+        each, step = (times * each, times * step) if fits else (rows, nbytes)
     for number, first in enumerate(range(0, made_of.elements, each * row)):
         elements = min(each * row, made_of.elements - first)
         cuts = (write.cut(first, first + elements) for write in made_of.writes)

@@ -19,13 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMarlinLinearMethod
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsLinearMethod,
 )
+from vllm.model_executor.models.utils import WeightsMapper
 
+from appliance.checkpoints.language_models import RENAMED
 from appliance.errors import CheckpointError
 
 VERSION: Final = 1
@@ -143,6 +146,13 @@ class Converted(NamedTuple):
     conversion: LayerConversion
     stored: dict[str, torch.nn.Parameter]
     kernel: dict[str, torch.nn.Parameter]
+
+
+def name_as_text(config: VllmConfig) -> None:
+    """Have vLLM look for layers of a language model, which are quantized or not, by the names that
+    it has where it is served without what reads images, and not by those in its files."""
+    if config.quant_config is not None:
+        config.quant_config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix=dict(RENAMED)))
 
 
 def convert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Converted]]:

@@ -10,14 +10,16 @@ and transposed placeholders are views that say where they lie in their tensor:
 
     Write(origin=(file, 1024 + 2048 * 4096 * 2), axes=((8388608, 1, 1),), start=0)
 
-One computation is known, ``-exp(x)`` of each number (`Origin.decays`), and quantized layers are
-converted as a whole (`LayerRecipe`). What computes anything else
+Copies of placeholders in another order (Llama 4's q and k) are views, too, of which it is noted
+where each begins. One computation is known, ``-exp(x)`` of each number (`Origin.decays`), and
+quantized layers are converted as a whole (`LayerRecipe`). What computes anything else
 with a placeholder, or with a parameter, cannot be written down, and is an error that names it.
 Afterwards a fill is nothing but reads (`appliance.engines.vllm.weights.loading`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,11 +32,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models import adapters
 
 from appliance.checkpoints.adapters import Adapter
+from appliance.checkpoints.language_models import TRANSPOSED_EXPERTS
 from appliance.checkpoints.quantized import floats
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
@@ -99,6 +103,10 @@ class Axis(NamedTuple):
     target: int
 
 
+_MOST_PARTS: Final = 1024
+"""Writes that one is divided into."""
+
+
 @dataclass(frozen=True, slots=True)
 class Write:
     """One strided copy (or fill, if the origin is a number) into a parameter's storage.
@@ -145,6 +153,39 @@ class Write:
         outer, *inner = self.axes
         in_order = isinstance(self.origin, float) or all(a.source <= outer.source for a in inner)
         return outer.target if in_order else self.elements
+
+    def parts(self) -> list[Write]:
+        """The same as writes whose elements are neighbours, if a few are enough: such can be cut
+        from each other. One for each expert, say, of which a tensor has half."""
+        if self.dense or not 1 < self.axes[0].size <= _MOST_PARTS:
+            return [self]
+        outer, *inner = self.axes
+        if not replace(self, axes=tuple(inner)).dense:
+            return [self]
+        moves = range(outer.size)
+        return [self._along(outer, move, tuple(inner)) for move in moves]
+
+    def in_reads(self, elements: int) -> list[Write]:
+        """The same as writes that read about so many elements of the file each, or one stretch of
+        neighbours: they may read across what others take."""
+        if self.span <= elements:
+            return [self]
+        place, widest = max(enumerate(self.axes), key=lambda item: item[1].source)
+        each = max(1, elements // max(1, widest.source))
+        made = []
+        for first in range(0, widest.size, each):
+            axes = list(self.axes)
+            axes[place] = widest._replace(size=min(each, widest.size - first))
+            made.append(self._along(widest, first, tuple(axes)))
+        return made
+
+    def _along(self, axis: Axis, steps: int, axes: tuple[Axis, ...]) -> Write:
+        """With other axes, so many steps further along one."""
+        origin = self.origin
+        if isinstance(origin, Origin):
+            moved = steps * axis.source * origin.dtype.itemsize
+            origin = origin._replace(offset=origin.offset + moved)
+        return Write(origin, axes, self.start + steps * axis.target)
 
     def cut(self, start: int, stop: int) -> Write | None:
         """What it writes from element `start` to before `stop`, if anything.
@@ -363,6 +404,10 @@ class RecordingLoader(BaseModelLoader):  # type: ignore[misc]
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         # vLLM would compare a head with the embedding to tie them again. There are no numbers yet.
         model_config.word_embeddings_untied_by_checkpoint = False
+        if model_config.hf_config.model_type in TRANSPOSED_EXPERTS:
+            for module in model.modules():
+                if isinstance(module, RoutedExperts):
+                    module.is_fused_checkpoint_transposed = True
         recorded = _current.get()
         recorded.load(model)
         # What vLLM does with the weights from here on is no copy from the checkpoint any more.
@@ -392,6 +437,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins: dict[int, tuple[str, Origin]] = {}
         self._computed: dict[int, tuple[int, tuple[str, ...]]] = {}
         """Of results: the placeholder or parameter they are computed from, and by what steps."""
+        self._arranged: dict[int, tuple[tuple[int, torch.Tensor], ...]] = {}
+        """Of copies in another order: views of placeholders, and where each begins."""
         self._kept: list[torch.UntypedStorage] = []
 
     def know(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -448,6 +495,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.clone.default and _key(args[0]) in self._origins:
             # Of what is never written to, a view is as good. Pooling models are loaded from clones.
             return torch.ops.aten.alias.default(args[0])
+        if func is torch.ops.aten._unsafe_view.default and _key(args[0]) in self._origins:
+            return self._arrange(args[:1], args[1])
+        if func is torch.ops.aten.cat.default and all(map(self._is_arranged, args[0])):
+            return self._join(*args)
         if func.name() == f"_C::{PREPACK}":
             return self._pack(*args)
         if func.name() == f"_C::{CONVOLUTION_PACK}":
@@ -467,6 +518,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if _key(source) in self._computed:
             return self._copy_computed(target, source)
+        if _key(source) in self._arranged:
+            return self._copy_arranged(target, source)
         known = self._origins.get(_key(source))
         if known is None:
             if _same(target, source):
@@ -484,9 +537,56 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(target, source.expand(target.shape), origin)
         return target
 
+    def _is_arranged(self, tensor: torch.Tensor) -> bool:
+        """Whether it is of a placeholder, or all of a rearranged copy of some."""
+        key = _key(tensor)
+        return key in self._origins or (key in self._arranged and _is_whole(tensor))
+
+    def _join(self, tensors: Sequence[torch.Tensor], dimension: int = 0) -> torch.Tensor:
+        """A copy of tensors behind each other. Others than along the first dimension are none that
+        models are loaded from."""
+        if dimension % tensors[0].dim() or any(
+            t.shape[1:] != tensors[0].shape[1:] for t in tensors
+        ):
+            self._refuse("a concatenation", tensors[0])
+        parts = [p for t in tensors for _, p in self._arranged.get(_key(t), ((0, t),))]
+        return self._arrange(parts, (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:]))
+
+    def _arrange(self, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """A copy of views of placeholders, one behind the other, in the order of their elements. It
+        has no data; what it is copied to is written from the views."""
+        result = torch.empty(shape, dtype=parts[0].dtype, device="meta")
+        self._kept.append(result.untyped_storage())
+        ends = itertools.accumulate(part.numel() for part in parts)
+        starts = [end - part.numel() for part, end in zip(parts, ends, strict=True)]
+        self._arranged[_key(result)] = tuple(zip(starts, parts, strict=True))
+        return result
+
+    def _copy_arranged(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Of neighbours in a rearranged copy: whole rows of it, and of its parts."""
+        if source.shape != target.shape or not source.is_contiguous() or not source.dim():
+            self._refuse("a part of a rearranged copy", source)
+        first, row = int(source.storage_offset()), source[:1].numel()
+        for start, part in self._arranged[_key(source)]:
+            low, high = max(start, first), min(start + part.numel(), first + source.numel())
+            if low >= high:
+                continue
+            each = part[:1].numel()
+            if (
+                (low - first) % row
+                or (high - first) % row
+                or (low - start) % each
+                or (high - start) % each
+            ):
+                self._refuse("a part of a rearranged row", part)
+            rows = target[(low - first) // row : (high - first) // row]
+            taken = part[(low - start) // each : (high - start) // each]
+            self._copy(rows.view(taken.shape), taken)
+        return target
+
     def has_computed(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is a result, which has no data."""
-        return _key(tensor) in self._computed
+        return _key(tensor) in self._computed or _key(tensor) in self._arranged
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Whether it is a whole placeholder or parameter, or computed from one."""
@@ -524,7 +624,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         axes = _axes(target.shape, source.stride(), target.stride())
         if target.numel():
             write = Write(origin, axes, int(target.storage_offset()))
-            self.writes.setdefault(_key(target), []).append(write)
+            self.writes.setdefault(_key(target), []).extend(write.parts())
 
     def _pack(self, weight: torch.Tensor, output: torch.Tensor, isa: str) -> None:
         if _key(weight) not in self.names or not weight.is_contiguous():
@@ -548,6 +648,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         one: none of them holds anything yet."""
         key = tensor if isinstance(tensor, int) else _key(tensor)
         key, _ = self._computed.get(key, (key, ()))
+        if key in self._arranged:
+            key = _key(self._arranged[key][0][1])
         if key in self._origins:
             name = self._origins[key][0]
             raise UnsupportedCheckpoint(f"vLLM computes {func} with {name} while loading it")

@@ -1,0 +1,48 @@
+"""What vLLM is shown of a checkpoint's ``config.json``: its argument `hf_overrides`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from appliance.checkpoints.language_models import MEDIA
+from appliance.checkpoints.quantized import quantization
+
+_OF_ALL: Final = (
+    "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config",
+    "compression_config",
+)  # fmt: skip
+"""What the configuration of a language model takes over from that of the whole."""
+_SECTIONS: Final = ("mrope_section", "mrope_interleaved")
+
+
+def language_config(config: Any) -> Any:
+    """The part of transformers' configuration of a checkpoint that is about its language model, for
+    vLLM's `hf_overrides`; other configurations as they are.
+
+    Rotary embeddings with three positions (M-RoPE) become those with one: a token of text has the
+    same one three times. And vLLM does not see that weights are floats of 8 or 4 bits.
+    """
+    quantization.forget(config)
+    (architecture, *_) = config.architectures or ("",)
+    if architecture not in MEDIA:
+        return config
+    text = config.get_text_config()
+    text.architectures = [MEDIA[architecture].languages[text.model_type]]
+    text.tie_word_embeddings = config.tie_word_embeddings
+    for key in _OF_ALL:
+        if (value := getattr(config, key, None)) is not None:
+            setattr(text, key, value)
+    rope = text.rope_parameters
+    if isinstance(rope, dict) and not rope.keys().isdisjoint(_SECTIONS):
+        text.rope_parameters = {
+            key: "default" if value == "mrope" else value
+            for key, value in rope.items()
+            if key not in _SECTIONS
+        }
+    return text
+
+
+def whole_config(config: Any) -> Any:
+    """The same for a checkpoint that is served whole, with what reads images."""
+    quantization.forget(config)
+    return config
