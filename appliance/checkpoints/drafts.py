@@ -11,21 +11,34 @@ from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.quantized.quantization import quantization
 from appliance.vocabulary import Task
 
-METHOD: Final = "ngram"
-"""The only method there is."""
+NGRAM: Final = "ngram"
+MTP: Final = "mtp"
+EAGLE: Final = "eagle"
+EAGLE3: Final = "eagle3"
+METHODS: Final = (NGRAM, MTP, EAGLE, EAGLE3)
+IN_A_FOLDER: Final = frozenset({EAGLE, EAGLE3})
+"""Methods whose heads lie in a folder of their own."""
 MOST_DRAFTED: Final = 16
 """Tokens of one draft."""
 LONGEST_LOOKUP: Final = 32
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """How a model's tokens are guessed: those that followed where the last ones stood before, at
-    most so many `tokens`. At least `prompt_lookup_min` must have stood there, and at most
+    """How a model's tokens are guessed, at most so many `tokens`: by a head of its own (`mtp`), by
+    one that lies in `path` (`eagle`, `eagle3`), or those that followed where the last ones stood
+    before. Of these, at least `prompt_lookup_min` must have stood there, and at most
     `prompt_lookup_max` are looked for: vLLM's words."""
 
     tokens: int
-    prompt_lookup_min: int
-    prompt_lookup_max: int
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
+    method: str = NGRAM
+    path: str = ""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a head guesses, and it is said where that is."""
+        return self.method == MTP or (self.method in IN_A_FOLDER and bool(self.path))
 
 
 OTHERWISE: Final = "leave speculate out"

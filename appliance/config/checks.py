@@ -13,7 +13,8 @@ from typing import Final
 from appliance.access.keys import KeyFile
 from appliance.checkpoints.adapters import MAX_ADAPTERS, UnsupportedAdapter, full_name
 from appliance.checkpoints.checkpoint import CatalogEntry
-from appliance.checkpoints.drafts import METHOD, OTHERWISE, check_drafts
+from appliance.checkpoints.draft_heads import UnsupportedHead
+from appliance.checkpoints.drafts import IN_A_FOLDER, METHODS, NGRAM, OTHERWISE, check_drafts
 from appliance.checkpoints.families import UnsupportedModel, is_tried
 from appliance.checkpoints.language_models import MEDIA, READS_IMAGES, why_no_images
 from appliance.checkpoints.model_config import read_model_config
@@ -236,6 +237,8 @@ def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntr
             entry = read_model(model, config.devices)
         except UnsupportedAdapter as error:
             report.add(("model", index, "adapter"), error.wrong, error.remedy)
+        except UnsupportedHead as error:
+            report.add(("model", index, "speculate"), error.wrong, error.remedy)
         except CheckpointError as error:
             report.add(("model", index, "path"), error.wrong, error.remedy)
         except OSError as error:
@@ -267,14 +270,21 @@ def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: Pro
 def _check_speculate(models: tuple[Model, ...], report: ProblemReport) -> None:
     for index, model in enumerate(models):
         at, asked = ("model", index, "speculate"), model.speculate
-        if asked.method not in ("", METHOD):
+        if asked.method not in ("", *METHODS):
             report.add(
                 (*at, "method"),
-                f'there are no drafts by {asked.method!r}: only "{METHOD}" is available',
-                f'use "{METHOD}", or {OTHERWISE}',
+                f"there are no drafts by {asked.method!r}: there are {', '.join(METHODS)}",
+                f'use "{NGRAM}", or {OTHERWISE}',
             )
         elif not asked.method and asked != Speculate():
-            report.add(at, "it has no method", f'add method = "{METHOD}", or {OTHERWISE}')
+            report.add(at, "it has no method", f'add method = "{NGRAM}", or {OTHERWISE}')
+        elif (asked.method in IN_A_FOLDER) is not bool(asked.path):
+            has = "has no path" if asked.method in IN_A_FOLDER else "has a path, but no folder"
+            report.add(
+                (*at, "path"),
+                f'a head for "{asked.method}" {has}',
+                f"set path for {' and '.join(sorted(IN_A_FOLDER))}, and for nothing else",
+            )
         if asked.prompt_lookup_min > asked.prompt_lookup_max:
             report.add(
                 (*at, "prompt_lookup_min"),

@@ -164,6 +164,9 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
             model,
             path=str(base / model.path),
             adapters=tuple(replace(one, path=str(base / one.path)) for one in model.adapters),
+            speculate=replace(model.speculate, path=str(base / head))
+            if (head := model.speculate.path)
+            else model.speculate,
         )
         for model in config.models
     )

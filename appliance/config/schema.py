@@ -20,7 +20,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from appliance.checkpoints.drafts import LONGEST_LOOKUP, METHOD, MOST_DRAFTED, Speculation
+from appliance.checkpoints.drafts import LONGEST_LOOKUP, MOST_DRAFTED, NGRAM, Speculation
 from appliance.checkpoints.task import AskedTask, PoolerValue
 from appliance.hookspecs import HOOKS
 from appliance.platform.admin_socket import AUTO
@@ -562,8 +562,17 @@ class Speculate(Section, kw_only=True):
         str,
         Meta(
             description="Where drafts come from: `ngram` looks where a request's last tokens stood "
-            'before, and drafts what followed there; "" for no drafts.',
-            examples=[METHOD],
+            "before, and drafts what followed there; `mtp` is the head that some checkpoints have, "
+            'and `eagle` and `eagle3` are heads in a folder of their own; "" for no drafts.',
+            examples=[NGRAM],
+        ),
+    ] = ""
+    path: Annotated[
+        str,
+        Meta(
+            description="Directory of the head (config.json, *.safetensors) of `eagle` and "
+            "`eagle3`, relative to this file.",
+            examples=["/srv/heads/llama-a-eagle3"],
         ),
     ] = ""
     tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED, description="Most tokens of a draft.")] = 4
@@ -572,8 +581,8 @@ class Speculate(Section, kw_only=True):
         Meta(
             ge=1,
             le=LONGEST_LOOKUP,
-            description="Fewest last tokens that must have stood before. Fewer make more drafts, "
-            "of which more are wrong.",
+            description="Fewest last tokens that must have stood before (`ngram`). Fewer make more "
+            "drafts, of which more are wrong.",
         ),
     ] = 2
     prompt_lookup_max: Annotated[
@@ -581,7 +590,7 @@ class Speculate(Section, kw_only=True):
         Meta(
             ge=1,
             le=LONGEST_LOOKUP,
-            description="Most that are looked for; the longest that is found counts.",
+            description="Most that are looked for (`ngram`); the longest that is found counts.",
         ),
     ] = 5
 
@@ -590,6 +599,8 @@ class Speculate(Section, kw_only=True):
         """None for no drafts."""
         if not self.method:
             return None
+        if self.method != NGRAM:
+            return Speculation(self.tokens, method=self.method, path=self.path)
         return Speculation(self.tokens, self.prompt_lookup_min, self.prompt_lookup_max)
 
 
@@ -690,7 +701,7 @@ class Model(Section, kw_only=True):
         Speculate,
         Meta(
             description="How tokens are drafted: guessed, and checked together in the next step, "
-            "which makes output that repeats itself faster (docs/drafts.md)."
+            "so that an answer takes fewer steps (docs/drafts.md)."
         ),
     ] = Speculate()
     max_queue: Annotated[

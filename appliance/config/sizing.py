@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from appliance.checkpoints.adapters import AdapterPlace, adapter_bytes, read_adapters
-from appliance.checkpoints.checkpoint import BYTES_PER_ELEMENT, CatalogEntry, read_checkpoint
+from appliance.checkpoints.checkpoint import (
+    BYTES_PER_ELEMENT,
+    CatalogEntry,
+    read_checkpoint,
+    tensor_bytes,
+)
+from appliance.checkpoints.draft_heads import DraftHead, read_head
 from appliance.checkpoints.families import check_cpu, check_cuda
 from appliance.checkpoints.kv_layers import BlockTables
 from appliance.checkpoints.model_config import read_model_config
@@ -71,6 +77,9 @@ def read_model(model: Model, devices: Devices) -> CatalogEntry:
         check_cuda(config)
     else:
         check_cpu(config, entry.dtype, ranks)
+    chosen = model.speculate.chosen
+    if chosen is not None and chosen.has_head:
+        entry = _with_head(entry, read_head(config, chosen))
     if not model.adapters:
         return entry
     task = check_task(path, model.task)
@@ -78,6 +87,16 @@ def read_model(model: Model, devices: Devices) -> CatalogEntry:
     adapters = read_adapters(places, config, task, ranks, cuda=devices.cuda)
     more = adapter_bytes(adapters, BYTES_PER_ELEMENT[entry.dtype])
     return dataclasses.replace(entry, weight_bytes=entry.weight_bytes + more)
+
+
+def _with_head(entry: CatalogEntry, head: DraftHead) -> CatalogEntry:
+    """The model with what a head takes that drafts its tokens: its weights, and KV as in as many
+    layers more."""
+    return dataclasses.replace(
+        entry,
+        kv=dataclasses.replace(entry.kv, attention=entry.kv.attention + head.layers),
+        weight_bytes=entry.weight_bytes + tensor_bytes(head.tensors, entry.dtype),
+    )
 
 
 def adapter_places(model: Model) -> tuple[AdapterPlace, ...]:

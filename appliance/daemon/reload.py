@@ -139,8 +139,8 @@ class LiveConfig:
             if any(model.name == name for model in self._running.models):
                 raise ModelExists(name)
             self._check_stays(name, self._path.parent / str(keys["path"]))
-            for adapter in _adapter_paths(keys):
-                self._check_stays(name, self._path.parent / adapter)
+            for further in (*_adapter_paths(keys), *_head_paths(keys)):
+                self._check_stays(name, self._path.parent / further)
             edit = self._admin.edit()
             edit.drop(name)
             row = await asyncio.to_thread(self._whole_row, keys)
@@ -462,12 +462,13 @@ async def _in_thread(act: Callable[[], T]) -> T:
 
 
 def _has(model: Model, folder: Path) -> bool:
-    """Whether any of its files, or of its adapters', are in the folder."""
+    """Whether any of its files, or of its adapters' and its head's, are in the folder."""
     return any(of.resolve().is_relative_to(folder) for of in _folders(model))
 
 
 def _folders(model: Model) -> list[Path]:
-    return [Path(model.path), *(Path(adapter.path) for adapter in model.adapters)]
+    further = [*(adapter.path for adapter in model.adapters), model.speculate.path]
+    return [Path(path) for path in (model.path, *further) if path]
 
 
 def _adapter_paths(keys: Mapping[str, object]) -> list[str]:
@@ -477,3 +478,10 @@ def _adapter_paths(keys: Mapping[str, object]) -> list[str]:
     return [
         row["path"] for row in rows if isinstance(row, dict) and isinstance(row.get("path"), str)
     ]
+
+
+def _head_paths(keys: Mapping[str, object]) -> list[str]:
+    """The same of a head that drafts its tokens."""
+    asked = keys.get("speculate", {})
+    path = asked.get("path") if isinstance(asked, Mapping) else None
+    return [path] if isinstance(path, str) and path else []

@@ -76,9 +76,10 @@ def plain(path: str, answers: PlainAnswers, sampling: list[Sampling]) -> list[li
 class Decoding:
     """Requests of which all stays on the device."""
 
-    def __init__(self, house: House, sampling: list[Sampling]) -> None:
+    def __init__(self, house: House, sampling: list[Sampling], model: str = MODEL) -> None:
         """One of each prompt."""
-        self.engine: Any = house.engines[MODEL]
+        self.model = model
+        self.engine: Any = house.engines[model]
         self.engine.begin_load().wait()
         self.before: DraftUse = self.engine.draft_use()
         self.outputs: dict[str, list[int]] = {}
@@ -95,7 +96,7 @@ class Decoding:
 
     def add(self, name: str, prompt: tuple[int, ...], asked: Sampling) -> None:
         self.outputs[name] = []
-        self.engine.add(sequence(MODEL, name, prompt, asked))
+        self.engine.add(sequence(self.model, name, prompt, asked))
 
     def begin(self, name: str, prompt: tuple[int, ...], asked: Sampling) -> None:
         self.add(name, prompt, asked)

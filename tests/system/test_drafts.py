@@ -1,5 +1,5 @@
-"""A model with drafts under a daemon, beside one without: the tokens of plain vLLM, also when their
-worker is killed."""
+"""Models with drafts under a daemon, by n-grams and by a head, beside one without: the tokens of
+plain vLLM, also when their worker is killed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import httpx
 
 from appliance.config.loader import load_config
 from appliance.demo.run import running_daemon
+from tests.engine.heads import make_eagle, make_target
 from tests.engine.house import MODELS, make_checkpoint
 from tests.patience import PATIENCE_SECONDS
 from tests.system.test_kinds import PROMPTS, TOKENS, ask, configure, plain
 
-DRAFTING, OTHER = "drafting", "other"
+DRAFTING, HEADED, OTHER = "drafting", "headed", "other"
 COUNTERS = {
     f"vllm:spec_decode_num_{kind}_tokens_total": f"{key}_tokens"
     for kind, key in (("draft", "drafted"), ("accepted", "accepted"))
@@ -26,11 +27,17 @@ COUNTERS = {
 def test_outputs_equal_plain_vllm_through_a_kill(tmp_path: Path) -> None:
     kind = next(iter(MODELS))
     path = make_checkpoint(tmp_path, kind, initializer_range=0.05)
-    expected = plain({DRAFTING: path}, "appliance.engines.vllm.reference")
+    (tmp_path / "heads").mkdir()
+    target = make_target(tmp_path / "heads")
+    make_eagle(tmp_path, target, "eagle")
+    expected = plain({DRAFTING: path, HEADED: target}, "appliance.engines.vllm.reference")
     devices = 'memory = "8MiB"\nhost_cache = "32MiB"\n'
-    file = configure(tmp_path, {OTHER: path, DRAFTING: path}, devices)
-    with file.open("a") as more:
-        more.write('speculate = { method = "ngram", tokens = 6 }\n')
+    file = configure(tmp_path, {OTHER: path, DRAFTING: path, HEADED: target}, devices)
+    text = file.read_text().replace(
+        f'name = "{DRAFTING}"\n',
+        f'name = "{DRAFTING}"\nspeculate = {{ method = "ngram", tokens = 6 }}\n',
+    )
+    file.write_text(f'{text}speculate = {{ method = "eagle", path = "eagle" }}\n')
 
     with running_daemon(file, load_config(file)) as (url, _):
         outputs, killed = asyncio.run(ask_all(url))
@@ -39,22 +46,23 @@ def test_outputs_equal_plain_vllm_through_a_kill(tmp_path: Path) -> None:
 
     numbers = range(len(PROMPTS))
     assert outputs == {
-        (name, number): expected[DRAFTING, number]
-        for name in (OTHER, DRAFTING)
+        (name, number): expected[like, number]
+        for name, like in ((OTHER, DRAFTING), (DRAFTING, DRAFTING), (HEADED, HEADED))
         for number in numbers
     }
     assert status["instances"][0]["pid"] != killed
     shown = {model["model"]: model for model in status["models"]}
     assert shown[OTHER]["drafted_tokens"] == shown[OTHER]["accepted_tokens"] == 0
-    drafting = shown[DRAFTING]
-    assert 0 < drafting["accepted_tokens"] <= drafting["drafted_tokens"]
-    for counter, key in COUNTERS.items():
-        assert f'{counter}{{model_name="{DRAFTING}"}} {drafting[key]:.1f}' in metrics
-    assert drafting["output_tokens"] == len(PROMPTS) * TOKENS
+    for name in (DRAFTING, HEADED):
+        drafting = shown[name]
+        assert 0 < drafting["accepted_tokens"] <= drafting["drafted_tokens"]
+        for counter, key in COUNTERS.items():
+            assert f'{counter}{{model_name="{name}"}} {drafting[key]:.1f}' in metrics
+        assert drafting["output_tokens"] == sum(len(outputs[name, number]) for number in numbers)
 
 
 async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
-    """All prompts of both models at once, and the worker that was killed in the midst of it."""
+    """All prompts of all models at once, and the worker that was killed in the midst of it."""
     outputs: dict[tuple[str, int], list[int]] = {}
     killed = 0
 
@@ -70,7 +78,7 @@ async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
         await asyncio.gather(
             *(
                 ask(client, name, number, outputs.setdefault((name, number), []), on_token)
-                for name in (OTHER, DRAFTING)
+                for name in (OTHER, DRAFTING, HEADED)
                 for number in range(len(PROMPTS))
             )
         )

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from appliance.checkpoints.kv_layers import is_compressed
+from appliance.checkpoints.model_config import ModelConfig
 from appliance.engines.vllm.weights import tensors
 from appliance.memory.transfers import Transfer
 
@@ -84,6 +87,13 @@ class HostDevice:
 
     def retired(self, null_blocks: Sequence[int]) -> None:
         """The null block has no memory."""
+
+
+def attention(config: ModelConfig, device: Device) -> AttentionBackendEnum | None:
+    """What vLLM attends with; None leaves it to vLLM. For MLA on a CPU with AMX it would take one
+    that rearranges weights after they are loaded."""
+    on_cpu = device.host_memory
+    return AttentionBackendEnum.CPU_MLA if on_cpu and is_compressed(config) else None
 
 
 def seeded(device: str, seed: int) -> torch.Generator:

@@ -34,7 +34,6 @@ from vllm.transformers_utils.config import (
     get_sentence_transformer_tokenizer_config,
     try_get_dense_modules,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.core import EngineCore
@@ -43,9 +42,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.checkpoints.adapters import Adapter, AdapterPlace, read_adapters
+from appliance.checkpoints.draft_heads import head_files
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import keeps_state
-from appliance.checkpoints.kv_layers import is_compressed
 from appliance.checkpoints.language_models import MEDIA, language_tensors
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
@@ -60,7 +59,7 @@ from appliance.engines.protocol import (
     SequenceSpec,
     Verdict,
 )
-from appliance.engines.vllm.device import Device, HostDevice
+from appliance.engines.vllm.device import Device, HostDevice, attention
 from appliance.engines.vllm.drafts.ngram import Drafts, draft_args
 from appliance.engines.vllm.executor import RankExecutor, ensure_expert_group
 from appliance.engines.vllm.gates import Gates
@@ -142,8 +141,8 @@ class VllmEngine:
         self._adapters = AdapterTable(model, adapters, self._runner)
         self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
         self.kv = self._cache.shape
-        self._drafts = Drafts(core, self._runner, self.kv.block_tokens)
         self._placed = placement.placed
+        self._drafts = Drafts(core, self._runner, self.kv.block_tokens, self._placed.weights)
         self._whole_prompts = config.attn_type == "encoder_only"
         """Whether a prompt is computed in one step, as its tokens attend in both directions."""
         weights, model_of_vllm = self._placed.weights, self._runner.get_model()
@@ -218,7 +217,7 @@ class VllmEngine:
             **engine_args(task, pooler_config or {}) | lora_arguments(lora),
             **draft_args(speculation, checkpoint, task, where, ranks, prompt_images, lora),
         )
-        with recording(files, dense, lora) as recorded:
+        with recording(files, dense, lora, head_files(speculation)) as recorded:
             placed = (model, recorded, arena, host, swapper, where, shelf, verify, encoded)
             place = partial(PlacedWeights.place, *placed)
             with placing(KvPlacement(arena, f"kv:{model}", max_context, where, place)) as placement:
@@ -579,7 +578,7 @@ def _configure(
         distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
         scheduler_cls=ParkedScheduler,
         model=str(checkpoint.path),
-        attention_backend=_attention(checkpoint, device),
+        attention_backend=attention(checkpoint, device),
         **device.engine_args,
         **image_args(images, checkpoint, ranks, device),
         **chosen,
@@ -601,13 +600,6 @@ def _headers(
         files = [language_tensors(file, architecture) for file in files]
     dense = dense_files(path) if task is Task.EMBED else []
     return files, [read_header(file) for file in dense]
-
-
-def _attention(config: ModelConfig, device: Device) -> AttentionBackendEnum | None:
-    """What vLLM attends with; None leaves it to vLLM. For MLA on a CPU with AMX it would take one
-    that rearranges weights after they are loaded."""
-    on_cpu = device.host_memory
-    return AttentionBackendEnum.CPU_MLA if on_cpu and is_compressed(config) else None
 
 
 def _start(config: VllmConfig, ranks: int) -> EngineCore:

@@ -6,6 +6,8 @@ bytes as end behind its own parameters. The logits, or the pooler, wait for all 
 
 A layer as a whole has one gate: what is inside may read a weight without calling its module. What
 reads images has none, and lies last: a step that may use it waits for all weights (`holding_all`).
+A head that drafts tokens has none either, and lies behind it: it waits by itself, once the step
+has its tokens (`drafts.heads`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.seams import SeamMoved
-from appliance.engines.vllm.weights.parameters import layer_of, reads_images
+from appliance.engines.vllm.weights.parameters import drafts_tokens, layer_of, reads_images
 from appliance.memory.transfers import Transfer
 from appliance.memory.weights import DeviceWeights
 
@@ -46,7 +48,7 @@ class Gates:
         last = [
             (name, module)
             for name, module in model.named_modules()
-            if isinstance(module, LogitsProcessor) or name == "pooler"
+            if (isinstance(module, LogitsProcessor) or name == "pooler") and not drafts_tokens(name)
         ]
         pools = any(name == "pooler" for name, _ in last)
         # Without a module to hold back, nothing can be: all must be there before the pass begins.
@@ -55,7 +57,7 @@ class Gates:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             owner = name.rpartition(".")[0]
             module = model.get_submodule(owner)
-            if not parameter.numel() or reads_images(model, name):
+            if not parameter.numel() or reads_images(model, name) or drafts_tokens(name):
                 continue
             end = parameter.data_ptr() - weights.region.address
             end += parameter.numel() * parameter.element_size()

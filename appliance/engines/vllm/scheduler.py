@@ -108,6 +108,8 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Heads draft within the blocks that a step has anyway (`drafts.heads`).
+        self.num_lookahead_tokens = 0
         placement = current_placement()
         manager = self.kv_cache_manager
         # vLLM turns the cache off on CPUs where it is not supported; no block has a hash then.

@@ -32,6 +32,7 @@ from vllm.v1.pool.metadata import PoolingStates
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -88,6 +89,20 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
         ("prompt_lora_mapping", "token_lora_mapping", "lora_requests", "mapping_type"),
     ),
     (create_custom_proposer, ("vllm_config",)),
+    (EagleProposer.__init__, ("vllm_config", "device", "runner")),
+    (
+        EagleProposer._update_positions_dependent_metadata,
+        (
+            "positions",
+            "common_attn_metadata",
+            "batch_size",
+            "input_batch_size",
+            "block_size",
+        ),
+    ),
+    (EagleProposer._maybe_share_embeddings, ("target_language_model",)),
+    (EagleProposer._maybe_share_lm_head, ("target_language_model",)),
+    (GPUModelRunner.take_draft_token_ids, ()),
     (
         RejectionSampler.forward,
         ("metadata", "draft_probs", "logits", "sampling_metadata"),

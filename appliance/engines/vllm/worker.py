@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from appliance.checkpoints.windows import window_blocks
+from appliance.engines.vllm.drafts.heads import join_head, use_heads
 from appliance.engines.vllm.kv.placement import KvTable, current_placement
 from appliance.memory.kv_pool import BLOCK_TOKENS
 
@@ -40,8 +41,11 @@ class InArena:
     vllm_config: Any
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        use_heads(self.model_runner)
         super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
-        current_placement().loaded(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        join_head(self.model_runner, model)
+        current_placement().loaded(model)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Of each layer. One whose window holds the longest request keeps the KV of all tokens."""

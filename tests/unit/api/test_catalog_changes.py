@@ -11,9 +11,11 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import ollama
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from appliance.access.auth import scope_of
 from appliance.access.keys import Scope
@@ -537,16 +539,28 @@ async def test_files_that_another_model_has_stay(
     assert (kept.json()["files"], deleted.json()["files"]) == (False, True)
 
 
-async def test_files_of_another_models_adapter_stay(
-    client: httpx.AsyncClient, path: Path, box: Box
+def with_further(folder: Path, base: Path, kind: str) -> dict[str, object]:
+    """The keys of a model, in `base`, of which an adapter or a head lies in the folder `legal` of
+    another one's."""
+    make_base(base)
+    own = {"path": "base", "dtype": "float32", "max_context": 64}
+    path = str(folder / "legal")
+    if kind == "adapter":
+        make_adapter(folder, pair(Q), "legal")
+        return own | {"adapter": [{"name": "legal", "path": path}]}
+    head = make_base(folder / "legal")
+    save_file({"fc.weight": np.zeros((8, 16), np.float32)}, head / "model.safetensors")
+    return own | {"speculate": {"method": "eagle", "path": path}}
+
+
+@pytest.mark.parametrize("kind", ["adapter", "head"])
+async def test_files_of_another_models_adapter_or_head_stay(
+    client: httpx.AsyncClient, path: Path, box: Box, kind: str
 ) -> None:
     """They may lie within a model's own."""
     folder = await shared(client, path, box)
-    make_base(path.parent / "base")
-    make_adapter(folder, pair(Q), "legal")
+    body = with_further(folder, path.parent / "base", kind)
     box.world.models["three"] = small("h")["h"]
-    adapter = {"name": "legal", "path": str(folder / "legal")}
-    body = {"path": "base", "dtype": "float32", "max_context": 64, "adapter": [adapter]}
 
     added = await client.post("/api/models", json=body | {"name": "three"})
     box.settle()
@@ -557,16 +571,14 @@ async def test_files_of_another_models_adapter_stay(
     assert (kept.json()["files"], (folder / "legal").exists()) == (False, True)
 
 
-async def test_no_adapter_is_added_whose_files_go(
-    client: httpx.AsyncClient, path: Path, box: Box
+@pytest.mark.parametrize("kind", ["adapter", "head"])
+async def test_no_adapter_or_head_is_added_whose_files_go(
+    client: httpx.AsyncClient, path: Path, box: Box, kind: str
 ) -> None:
     folder = await shared(client, path, box)
-    make_base(path.parent / "base")
-    make_adapter(folder, pair(Q), "legal")
+    body = with_further(folder, path.parent / "base", kind) | {"name": "two"}
     running = box.ask("r1", "one", output=30)
     box.work_until(lambda: box.world.lives["r1"].produced == 3)
-    adapter = {"name": "legal", "path": str(folder / "legal")}
-    body = {"name": "two", "path": "base", "max_context": 64, "adapter": [adapter]}
 
     await client.delete("/api/models/one?files=true")
     refused = await client.post("/api/models", json=body)

@@ -1,8 +1,9 @@
-"""Drafts of requests that repeat themselves: what may come next, for a step to check.
+"""Drafts of requests: what may come next, for a step to check.
 
 The last tokens of a request often stand somewhere before. What followed there is the draft of its
-next step: vLLM computes it behind the request's last token, all in one pass over the weights. What
-would have been chosen anyway is kept, and one token more.
+next step, or what a head of the model guessed (`drafts.heads`): vLLM computes it behind the
+request's last token, all in one pass over the weights. What would have been chosen anyway is kept,
+and one token more.
 
 Drafts stay within the KV blocks that a step without them would take, so all that is said elsewhere
 of blocks holds with them, too. They are for requests that take the most probable token just as the
@@ -32,11 +33,14 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.checkpoints.adapters import Adapter
+from appliance.checkpoints.draft_heads import read_head
 from appliance.checkpoints.drafts import Speculation, check_drafts
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.engines.protocol import DraftUse
-from appliance.engines.vllm.device import Device
+from appliance.engines.vllm.device import Device, attention
+from appliance.engines.vllm.drafts.heads import head_config, head_of, take_drafts, within
 from appliance.engines.vllm.scheduler import ParkedScheduler
+from appliance.memory.weights import DeviceWeights
 from appliance.vocabulary import RequestId, Task
 
 PLACEHOLDER_TOKEN_ID: Final = -1
@@ -78,7 +82,8 @@ def draft_args(
     adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
     """vLLM's arguments for a model with drafts; none without. Raises `UnsupportedModel` for one
-    that may not have drafts, such as one with adapters, or whose prompts have `images`."""
+    that may not have drafts, such as one with adapters, or whose prompts have `images`, and
+    `UnsupportedHead` for a head that does not fit."""
     if speculation is None:
         return {}
     check_drafts(
@@ -89,12 +94,17 @@ def draft_args(
         images=images,
         adapters=bool(adapters),
     )
-    return {
-        "speculative_config": {
+    if speculation.has_head:
+        read_head(checkpoint, speculation)
+        proposer = head_config(speculation, attention(checkpoint, device))
+    else:
+        proposer = {
             "method": "custom_class",
             "model": f"{Proposer.__module__}.{Proposer.__qualname__}",
             "num_speculative_tokens": speculation.tokens,
-        },
+        }
+    return {
+        "speculative_config": proposer,
         "additional_config": {_SPECULATION: msgspec.to_builtins(speculation)},
     }
 
@@ -102,11 +112,18 @@ def draft_args(
 class Drafts:
     """The drafts of one model's requests. Between steps they lie in `Request.spec_token_ids`."""
 
-    def __init__(self, core: EngineCore, runner: GPUModelRunner, block_tokens: int) -> None:
-        """Of an engine with `draft_args`; a block of KV holds so many tokens."""
+    def __init__(
+        self, core: EngineCore, runner: GPUModelRunner, block_tokens: int, weights: DeviceWeights
+    ) -> None:
+        """Of an engine with `draft_args`; a block of KV holds so many tokens, and a head, if there
+        is one, has its weights among `weights`."""
         asked = core.vllm_config.additional_config.get(_SPECULATION)
         self._speculation = None if asked is None else msgspec.convert(asked, Speculation)
+        self._runner = runner
         self._batch = runner.input_batch
+        self._head = head_of(runner)
+        if self._head is not None:
+            self._head.weights = weights
         self._scheduler: ParkedScheduler = core.scheduler
         self._requests: dict[RequestId, Request] = self._scheduler.requests
         self._block_tokens = block_tokens
@@ -154,15 +171,24 @@ class Drafts:
         self.use = DraftUse(self.use.drafted + drafted, self.use.accepted + accepted)
         if len(outputs) > STEP_DRAFTS:  # each would get less than one
             return
+        guessed = take_drafts(self._runner) if self._head is not None else None
         for output in outputs:
             known = self._requests.get(output.request_id)
             if known is not None and _has_drafts(known):
                 if known.num_computed_tokens % self._block_tokens == 0:
                     # vLLM caches full blocks of tokens that it knew before the step only.
                     self._scheduler.filled(known, known.num_computed_tokens)
-                row = self._batch.req_id_to_index[output.request_id]
-                tokens = self._batch.token_ids_cpu[row, : known.num_tokens]
-                known.spec_token_ids = look_up(tokens, self._speculation)
+                known.spec_token_ids = self._draft(known, guessed)
+
+    def _draft(self, request: Request, guessed: dict[RequestId, list[int]] | None) -> list[int]:
+        """Of a request of the last step, in which a head `guessed`, if there is one."""
+        assert self._speculation is not None
+        if guessed is not None:
+            draft = guessed.get(request.request_id, [])
+            return within(draft, request.num_computed_tokens, self._block_tokens)
+        row = self._batch.req_id_to_index[request.request_id]
+        tokens = self._batch.token_ids_cpu[row, : request.num_tokens]
+        return look_up(tokens, self._speculation)
 
 
 def _agreeing(draft: Sequence[int], tokens: Sequence[int]) -> int:

@@ -198,15 +198,12 @@ class _Bench:
     def _assemble(self, write: Write, plain: torch.Tensor) -> None:
         """Do one write of a piece in a buffer."""
         for part in _parts(write):
-            self._assemble_part(part, plain)
-
-    def _assemble_part(self, write: Write, plain: torch.Tensor) -> None:
-        if _is_read(write, plain.dtype):
-            address = plain.data_ptr() + write.start * plain.element_size()
-            self._read(write, [mapping.view(address, write.elements * plain.element_size())])
-            return
-        for part in write.in_reads(READ_BYTES // plain.element_size()):
-            self._assemble_part(part, plain)
+            if _is_read(part, plain.dtype):
+                address = plain.data_ptr() + part.start * plain.element_size()
+                self._read(part, [mapping.view(address, part.elements * plain.element_size())])
+                continue
+            for read in part.in_reads(READ_BYTES // plain.element_size()):
+                self._assemble_part(read, plain)
 
     def _assemble_part(self, write: Write, plain: torch.Tensor) -> None:
         sizes = [axis.size for axis in write.axes]

@@ -37,6 +37,8 @@ class PrivateWeights(RuntimeError):
     """A layer computes with a private copy of its weights, which cannot be unmapped."""
 
 
+HEAD: Final = "draft_head"
+"""The part of a model that drafts its tokens, if it has one (`appliance.engines.vllm.drafts`)."""
 _OF_A_STEP: Final = frozenset({"deepstack_input_embeds"})
 """Lists of tensors in which a model keeps what it computed in a step: Qwen3-VL, of its images."""
 
@@ -182,6 +184,8 @@ def _stored(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 def _turn(model: torch.nn.Module, name: str) -> int:
     """When the parameter is needed in a forward pass; layers go in the order of their list."""
     owner = model.get_submodule(name.rpartition(".")[0])
+    if drafts_tokens(name):
+        return 5  # it begins when the model's own step is over
     if reads_images(model, name):
         return 4  # most prompts do without
     if isinstance(owner, ParallelLMHead):
@@ -195,6 +199,12 @@ def reads_images(model: torch.nn.Module, name: str) -> bool:
     """Whether a parameter is of what reads images: a tower, or a projector behind it."""
     towers: list[str] = getattr(model, "_tower_model_names", [])
     return any(name.startswith(f"{tower}.") for tower in towers)
+
+
+def drafts_tokens(name: str) -> bool:
+    """Whether a parameter or module is of the head that drafts tokens. What the head shares with
+    the model has a name there, too."""
+    return name.startswith(f"{HEAD}.")
 
 
 def layer_of(model: torch.nn.Module, name: str) -> str | None:

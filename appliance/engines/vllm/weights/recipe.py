@@ -238,14 +238,20 @@ class RecipeRecording:
         files: Sequence[WeightFile],
         dense_files: Sequence[WeightFile] = (),
         adapters: Sequence[Adapter] = (),
+        head_files: Sequence[WeightFile] = (),
     ) -> None:
-        """`dense_files` are those of dense layers behind the pooling, each in a folder."""
+        """`dense_files` are those of dense layers behind the pooling, each in a folder;
+        `head_files` those of a head that drafts, if it has a folder of its own."""
         self.adapters = adapters
-        self.adapter_files = len(files) + len(dense_files)
+        self.adapter_files = len(files) + len(dense_files) + len(head_files)
         """The number of the first adapter's file; the others follow."""
-        self.files = (*files, *dense_files, *(adapter.file for adapter in adapters))
+        adapter_files = [adapter.file for adapter in adapters]
+        self.files = (*files, *dense_files, *head_files, *adapter_files)
         self.recorder = _Recorder(find(files), find_products(files))
         self._models_files = len(files)
+        self._dense_end = len(files) + len(dense_files)
+        self._loaded = False
+        """Whether the model is loaded: what comes then is its head."""
         self._dense: dict[str, torch.nn.Linear] = {}
         self._layers: dict[int, LayerRecipe] = {}
         """Of parameters that a layer's tensors are converted to."""
@@ -266,29 +272,25 @@ class RecipeRecording:
     def load(self, model: torch.nn.Module) -> None:
         """Have vLLM load placeholders into the model, whose parameters stay untouched.
 
-        Raises `UnsupportedCheckpoint`, and what vLLM raises for a tensor that the model has no
-        place for.
+        The second model of a build is the head that drafts tokens of the first. Raises
+        `UnsupportedCheckpoint`, and what vLLM raises for a tensor that the model has no place for.
         """
+        if self._loaded:
+            self._load_head(model)
+            return
+        self._loaded = True
         if getattr(model, "secondary_weights", ()):
             raise UnsupportedCheckpoint(f"{type(model).__name__} wants weights from elsewhere, too")
-        dense = self.files[self._models_files : self.adapter_files]
+        dense = self.files[self._models_files : self._dense_end]
         folders = [file.path.parent.name for file in dense]
         if list(self._dense) != folders:  # vLLM logs what it cannot make a layer of, and goes on
             raise UnsupportedCheckpoint(f"vLLM makes no dense layers of {', '.join(folders)}")
         if self._dense:  # vLLM keeps them where a model's parameters are not looked for
             layers = torch.nn.ModuleList(self._dense.values())
             model.pooler.add_module("dense_layers", layers)  # type: ignore[union-attr]
-        for name, parameter in model.named_parameters():
-            self.recorder.know(name, parameter)
+        self._record(model, self.files[: self._models_files])
         with self.recorder:
-            try:
-                files = self.files[: self._models_files]
-                model.load_weights(self.recorder.placeholders(files))  # type: ignore[operator]
-                self._load_dense()
-            except AssertionError as error:
-                raise UnsupportedCheckpoint(
-                    f"{self.recorder.current} does not fit {type(model).__name__}: {error}"
-                ) from error
+            self._load_dense()
         compute_as_stored(model)
         for name, layer in convert_layers(model):
             stored = tuple(
@@ -300,11 +302,33 @@ class RecipeRecording:
                 self.recorder.keep(parameter)
                 self._layers[_key(parameter)] = recipe
 
+    def _load_head(self, head: torch.nn.Module) -> None:
+        """It is in files of its own, or in those of the model."""
+        first = self._dense_end
+        own = self.files[first : self.adapter_files]
+        if own:
+            self._record(head, own, first)
+        else:
+            self._record(head, self.files[: self._models_files])
+
+    def _record(self, model: torch.nn.Module, files: Sequence[WeightFile], first: int = 0) -> None:
+        """Have vLLM load placeholders for files that are numbered from `first` on."""
+        for name, parameter in model.named_parameters():
+            self.recorder.know(name, parameter)
+        with self.recorder:
+            try:
+                placeholders = self.recorder.placeholders(files, first)
+                model.load_weights(placeholders)  # type: ignore[operator]
+            except AssertionError as error:
+                raise UnsupportedCheckpoint(
+                    f"{self.recorder.current} does not fit {type(model).__name__}: {error}"
+                ) from error
+
     def _load_dense(self) -> None:
         numbers = {
             file.path.parent.name: number
             for number, file in enumerate(self.files)
-            if self._models_files <= number < self.adapter_files
+            if self._models_files <= number < self._dense_end
         }
         for folder, layer in self._dense.items():
             number = numbers[folder]
@@ -364,9 +388,10 @@ def recording(
     files: Sequence[WeightFile],
     dense_files: Sequence[WeightFile] = (),
     adapters: Sequence[Adapter] = (),
+    head_files: Sequence[WeightFile] = (),
 ) -> Iterator[RecipeRecording]:
     """The engine built in this context reads no weights: its recipe is recorded instead."""
-    made = RecipeRecording(files, dense_files, adapters)
+    made = RecipeRecording(files, dense_files, adapters, head_files)
     token = _current.set(made)
     try:
         yield made
