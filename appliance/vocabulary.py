@@ -180,6 +180,9 @@ class KvShape(Word, frozen=True):
     step_blocks: int = 0
     """What a prompt keeps beyond that in each of these, while it is computed: as many blocks as
     one step fills."""
+    snapshot_blocks: int = 0
+    """Blocks of a copy of a request's states, which the prefix cache keeps where there is room; 0
+    if it keeps none. No request needs one."""
 
     def blocks(self, tokens: int) -> int:
         """Blocks of a request that has `tokens` tokens in its KV cache. Never fewer for more."""

@@ -269,7 +269,8 @@ class Dispatcher:
         job = PrefillJob(
             model, request.id, prompt_tokens=request.tokens, warm=warm, switches=switches
         )
-        grant = self._residency.grant(instance, model, blocks, 0, self._context.now)
+        wish = engine.shape.snapshot_blocks
+        grant = self._residency.grant(instance, model, blocks, wish, self._context.now)
         self._take_prompt(instance, request)
         self._begin(instance, job, grant.commands)
         self._context.out.append(
@@ -289,7 +290,8 @@ class Dispatcher:
         tokens = sum([prompt.tokens for prompt in prompts])
         blocks = sum([engine.shape.prompt_blocks(prompt.tokens) for prompt in prompts])
         cold = not engine.on_device
-        grant = self._residency.grant(instance, model, blocks, 0, context.now)
+        wish = engine.shape.snapshot_blocks * len(prompts)
+        grant = self._residency.grant(instance, model, blocks, wish, context.now)
         instance.turns += 1
         for prompt in prompts:
             self._take_prompt(instance, prompt)
@@ -400,6 +402,7 @@ class Dispatcher:
         if prompts:
             horizon = max(horizon, -(-prompt_tokens // limits.chunk_tokens))
         growth = _growth(batch, engine.shape, horizon)
+        growth += engine.shape.snapshot_blocks * (len(batch) + len(prompts))
         cold = not engine.on_device
         grant = self._residency.grant(instance, model, selection.blocks, growth, context.now)
         instance.turns += 1

@@ -69,17 +69,18 @@ def test_mixed_turns_equal_plain_vllm(
 
     assert [report.request for report in done] == list(beside)
     assert all(isinstance(report, PrefillDone) for report in done)
-    assert ended.steps == -(-211 // chunk)
+    # With states, a step ends behind 128 tokens of the last prompt, in the midst of a long chunk.
+    assert ended.steps == -(-211 // chunk) + (chunk == 64 and model in STATES)
     outputs = box.finish()
     words |= beside
     answers = plain(str(folder / model), "float32", list(words.values()), [GREEDY] * len(words))
     assert list(outputs.values()) == [answer["sequences"][0] for answer in answers]
 
 
-@pytest.mark.parametrize("model", [MLA, *STATES])
-def test_a_prompt_is_computed_anew(house: House, model: str) -> None:
-    """A state is that of its last token: what others have computed of a prompt is of no use. vLLM
-    has no prefix cache for MLA on a CPU either."""
+@pytest.mark.parametrize("model", STATES)
+def test_a_short_prompt_is_computed_anew(house: House, model: str) -> None:
+    """A state is that of its last token: what others have computed of a prompt is of no use, but
+    for what `test_snapshots` has."""
     box = Box(house, model)
     box.start("first", prompt(90))
     box.add("second", prompt(90))

@@ -20,6 +20,7 @@ SHAPES = st.builds(
     state_blocks=st.integers(0, 3),
     windows=st.lists(st.integers(1, 130), max_size=5).map(tuple),
     step_blocks=st.integers(0, 64),
+    snapshot_blocks=st.integers(0, 5),
 )
 
 
@@ -33,6 +34,7 @@ def test_more_tokens_never_take_fewer_blocks(shape: KvShape, tokens: int) -> Non
 
 @given(SHAPES, TOKENS)
 def test_a_prompt_takes_what_its_request_has_then_or_more(shape: KvShape, tokens: int) -> None:
+    """Whatever the prefix cache keeps of its states: no request needs that."""
     beyond = shape.prompt_blocks(tokens) - shape.blocks(tokens)
     assert 0 <= beyond <= shape.step_blocks * len(shape.windows)
     assert shape.windows or not beyond

@@ -140,6 +140,8 @@ class VllmEngine:
         )
         self._adapters = AdapterTable(model, adapters, self._runner)
         self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
+        snapshots = self._scheduler.snapshots
+        self._hasher = core.request_block_hasher if snapshots is None else snapshots.hasher
         self.kv = self._cache.shape
         self._placed = placement.placed
         self._drafts = Drafts(core, self._runner, self.kv.block_tokens, self._placed.weights)
@@ -285,7 +287,7 @@ class VllmEngine:
             mm_features=images,
             lora_request=adapter,
             cache_salt=salt,
-            block_hasher=self._core.request_block_hasher,
+            block_hasher=self._hasher,
             reasoning_ended=asked.reasoning_ended,
             reasoning_parser_kwargs=asked.reasoning_parser_kwargs,
         )
@@ -404,9 +406,12 @@ class VllmEngine:
             return []
         self._cache.prepare(batch, computing, kv_slabs)
         if not computing:
-            return self._execute(batch, decoding)
+            produced = self._execute(batch, decoding)
+            self._cache.keep_states(batch, kv_slabs)
+            return produced
         done = self._complete(computing, chunk)
         produced = self._execute([*batch, *computing], decoding + chunk)
+        self._cache.keep_states([*batch, *computing], kv_slabs)
         for known in computing:
             if known.request_id in done:
                 self._cache.end(known)
@@ -500,14 +505,17 @@ class VllmEngine:
 
     def _complete(self, prompts: Sequence[Request], chunk_tokens: int) -> set[RequestId]:
         """The prompts that the next step completes, which draw a token that counts from their own
-        generators. vLLM gives each what it lacks, until none of the chunk is left."""
+        generators. vLLM gives each what it lacks, or can reach, until none of the chunk is left."""
         done: set[RequestId] = set()
         for known in prompts:
-            chunk_tokens -= known.num_tokens - known.num_computed_tokens
+            lacking = known.num_tokens - known.num_computed_tokens
+            computing = self._scheduler.reach(known, lacking)
+            chunk_tokens -= computing
             if chunk_tokens < 0:
                 break
-            self._states.give_generator(known)
-            done.add(known.request_id)
+            if computing == lacking:
+                self._states.give_generator(known)
+                done.add(known.request_id)
         return done
 
     def _execute(self, batch: Sequence[Request], tokens: int) -> list[Produced]:
@@ -583,6 +591,10 @@ def _configure(
         **image_args(images, checkpoint, ranks, device),
         **chosen,
     ).create_engine_config()
+    if is_compressed(checkpoint) and device.host_memory and not keeps_state(checkpoint):
+        # vLLM turns it off with MLA's reference kernels, which divide no prompt by themselves; they
+        # do attend to what was computed before.
+        config.cache_config.enable_prefix_caching = True
     check_pooling(task, config.model_config, checkpoint)
     if checkpoint.architecture in MEDIA and not images:
         name_as_text(config)

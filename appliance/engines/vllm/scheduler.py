@@ -19,6 +19,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from appliance.engines.vllm.kv.placement import KvTable, current_placement
+from appliance.engines.vllm.kv.snapshots import (
+    PrefixHit,
+    StateSnapshots,
+    can_be_kept,
+    hashed_tokens,
+)
 from appliance.memory.kv_pool import KvPool
 
 Tables = tuple[list[int], ...]
@@ -81,6 +87,18 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         self.kv.give(free)
         self.kv.give(cold, keep=True)
 
+    def copy(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
+        """Have a block hold what another one does. Both are used."""
+        self._kv_bytes[:, target.block_id].copy_(self._kv_bytes[:, source.block_id])
+
+    def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Forget these cold blocks: they are free. One that is used stays."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.kv.revive(block.block_id)
+                self.kv.give([block.block_id])
+                self._forget([block.block_id])
+
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached, and unmap it; False, with nothing done, while blocks are used.
 
@@ -104,6 +122,7 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
     """A scheduler whose requests are parked until a step names them."""
 
     max_num_scheduled_tokens: int
+    need_mamba_block_aligned_split: bool
     running: list[Request]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,12 +131,15 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         self.num_lookahead_tokens = 0
         placement = current_placement()
         manager = self.kv_cache_manager
+        by_snapshots = not manager.enable_caching and can_be_kept(placement.tables)
         # vLLM turns the cache off on CPUs where it is not supported; no block has a hash then.
         self.blocks = ElasticBlockPool(
             placement.pool,
             placement.kv_bytes,
-            enable_caching=manager.enable_caching,
-            hash_block_size=manager.block_pool.hash_block_size,
+            enable_caching=manager.enable_caching or by_snapshots,
+            hash_block_size=hashed_tokens(placement.tables)
+            if by_snapshots
+            else manager.block_pool.hash_block_size,
         )
         coordinator = manager.coordinator
         for owner in (manager, coordinator, *coordinator.single_type_managers):
@@ -131,6 +153,14 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         for table, shape in self._tables:
             if shape.window:  # in whole blocks: it gives one back when another begins
                 table.sliding_window = (shape.window - 1) * shape.block_tokens + 1
+        self.snapshots: StateSnapshots | None = None
+        self._snapshot: Sequence[KVCacheBlock] = ()
+        """With which the request begins for which `fill` is to take blocks."""
+        if by_snapshots:
+            algorithm = self.cache_config.prefix_caching_hash_algo
+            self.snapshots = StateSnapshots(self.blocks, self._tables, algorithm)
+            assert not self.need_mamba_block_aligned_split, "vLLM keeps states itself"
+            self.need_mamba_block_aligned_split = True
 
     @contextmanager
     def step_only(self, requests: Sequence[Request], tokens: int) -> Iterator[None]:
@@ -156,11 +186,13 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         `PoolExhausted` with no block given.
         """
         name, manager = request.request_id, self.kv_cache_manager
-        hits, cached, _ = manager.get_computed_blocks(request)
+        hit = self._find(request, prompts is not None)
+        cached = hit.tokens
         # First, because what is provided next must not be taken from the hits.
         manager.coordinator.allocate_new_computed_blocks(
-            name, hits.blocks, cached, num_external_computed_tokens=0
+            name, hit.blocks, hit.shared, num_external_computed_tokens=0
         )
+        self.blocks.touch(hit.snapshot)
         try:
             if prompts is None:
                 self.slide(request, tokens - 1)
@@ -170,9 +202,19 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
                 lacking += self.needed((), [*prompts, request])
             self.blocks.provide(lacking, max_slabs)
         except BaseException:
+            self.blocks.free_blocks(hit.snapshot)
             manager.free(request)
             raise
-        return int(cached)
+        self._snapshot = hit.snapshot
+        return cached
+
+    def _find(self, request: Request, is_prompt: bool) -> PrefixHit:
+        """What is cached of a request; of one that was computed elsewhere, its state is not looked
+        for."""
+        if self.snapshots is not None:
+            return self.snapshots.find(request, with_state=is_prompt)
+        hits, cached, _ = self.kv_cache_manager.get_computed_blocks(request)
+        return PrefixHit(hits.blocks, cached, int(cached))
 
     def fill(self, request: Request, tokens: int, computed: int) -> Tables:
         """Take what was provided for a request of `tokens` tokens, so many of which are `computed`;
@@ -189,6 +231,9 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
             upto = end * shape.block_tokens if shape.window else tokens
             table.allocate_new_blocks(name, upto, upto)
             table.take_new_block_ids()  # they are empty; a step would empty them again, when full
+        if self.snapshots is not None:
+            self.snapshots.restore(name, computed, self._snapshot)
+            self._snapshot = ()
         return tuple(list(blocks) for blocks in self.kv_cache_manager.get_block_ids(name))
 
     def needed(self, growing: Sequence[Request], prompts: Iterable[Request] = ()) -> int:
@@ -254,7 +299,18 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
 
     def filled(self, request: Request, tokens: int) -> None:
         """The blocks of the first `tokens` tokens have their KV: others may share them."""
-        self.kv_cache_manager.cache_blocks(request, tokens)
+        self.kv_cache_manager.coordinator.cache_blocks(request, tokens)
+
+    def reach(self, request: Request, tokens: int) -> int:
+        """How many of `tokens` tokens that a request lacks a step computes, if it can: fewer where
+        it has to end for a state."""
+        stop = self.snapshots.stop(request) if self.snapshots is not None else 0
+        return min(tokens, stop - request.num_computed_tokens) if stop else tokens
+
+    def _mamba_block_aligned_split(
+        self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        return self.reach(request, num_new_tokens)
 
     def withdraw(self, request: Request) -> None:
         """Take the blocks of a request whose step failed; it is as if nothing had been computed.

@@ -26,7 +26,10 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+)
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.pool.metadata import PoolingStates
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -45,10 +48,35 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (EngineCore.step, ()),
     (Scheduler._preempt_request, ("request",)),
     (Scheduler.finish_requests, ("request_ids", "finished_status")),
+    (Scheduler._mamba_block_aligned_split, ("request", "num_new_tokens")),
+    (
+        FullAttentionManager.find_longest_cache_hit,
+        (
+            "block_hashes",
+            "max_length",
+            "kv_cache_group_ids",
+            "block_pool",
+            "kv_cache_spec",
+            "drop_eagle_block",
+            "alignment_tokens",
+        ),
+    ),
+    (BlockPool.get_cached_block, ("block_hash", "kv_cache_group_ids")),
+    (
+        BlockPool.cache_full_blocks,
+        (
+            "request",
+            "blocks",
+            "num_cached_blocks",
+            "num_full_blocks",
+            "block_size",
+            "kv_cache_group_id",
+        ),
+    ),
     (KVCacheManager.free, ("request",)),
     (KVCacheManager.get_computed_blocks, ("request",)),
     (KVCacheManager.get_block_ids, ("request_id",)),
-    (KVCacheManager.cache_blocks, ("request", "num_computed_tokens")),
+    (KVCacheCoordinator.cache_blocks, ("request", "num_computed_tokens")),
     (KVCacheCoordinator.allocate_new_blocks, ("request_id", "num_tokens", "num_tokens_main_model")),
     (
         KVCacheCoordinator.allocate_new_computed_blocks,

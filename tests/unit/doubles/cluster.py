@@ -54,8 +54,10 @@ def shape(
     group_slabs: int = 2,
     block_bytes: int = 300,
     windows: tuple[int, ...] = (),
+    state_blocks: int = 0,
 ) -> KvShape:
-    """With windows, all layers have some, and a step fills two blocks."""
+    """With windows, all layers have some, and a step fills two blocks. With states, the prefix
+    cache keeps copies of them."""
     return KvShape(
         block_tokens=16,
         block_bytes=block_bytes,
@@ -64,6 +66,8 @@ def shape(
         tables=0 if windows else 1,
         windows=windows,
         step_blocks=2 if windows else 0,
+        state_blocks=state_blocks,
+        snapshot_blocks=state_blocks and state_blocks + 1,
     )
 
 

@@ -46,6 +46,7 @@ class KvCache:
             state_blocks=sum(table.has_state for table in placement.tables),
             windows=tuple(table.window for table in placement.tables if table.window),
             step_blocks=max((t.step_blocks for t in placement.tables if t.window), default=0),
+            snapshot_blocks=scheduler.snapshots.blocks if scheduler.snapshots is not None else 0,
         )
         self.region = placement.region
         self.addresses = range(
@@ -117,6 +118,12 @@ class KvCache:
         """A prompt is computed to its end: from now on it has the blocks of its windows only."""
         del self._prompts[prompt.request_id]
         self._slide(prompt, prompt.num_computed_tokens - 1)
+
+    def keep_states(self, requests: Iterable[Request], kv_slabs: int) -> None:
+        """After a step of these: see `StateSnapshots.keep`."""
+        if (snapshots := self._scheduler.snapshots) is not None:
+            for known in requests:
+                snapshots.keep(known, kv_slabs)
 
     def withdraw(self, request: Request) -> None:
         """Nothing of a request is computed any more, and it has no blocks."""

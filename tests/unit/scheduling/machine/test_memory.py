@@ -156,6 +156,26 @@ def test_growth_costs_nothing() -> None:
     assert evicted(cluster) == []
 
 
+def test_snapshots_of_states_are_granted_from_free_slabs_only() -> None:
+    """The prefix cache may copy the states of a prompt where no other model needs the slabs."""
+    kept = shape(state_blocks=2)
+    needed = kept.slabs(kept.prompt_blocks(10))
+    both = kept.slabs(kept.prompt_blocks(10) + kept.snapshot_blocks)
+    assert needed < both
+    for slabs, granted in ((40, both), (14, needed)):
+        models = {"a": ModelDouble(4, kept), "b": ModelDouble(4, shape())}
+        cluster = ClusterDouble(models | {"c": models["b"]}, policy="serverlessllm", slabs=slabs)
+        cluster.start()
+        cluster.settle()
+        serve(cluster, "b", "c")
+
+        cluster.ask("r", "a", prompt=10, output=1)
+        cluster.settle()
+
+        assert cluster.commands(RunPrefill)[-1].kv_slabs == granted
+        assert evicted(cluster) == []
+
+
 def test_the_next_model_is_prefetched_into_free_slabs() -> None:
     """While a model has a job, the weights of the next one come in beside it, and its own job
     finds them in place."""

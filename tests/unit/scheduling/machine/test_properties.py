@@ -41,7 +41,7 @@ WHIMSICAL = "whimsical"
 
 def models(count: int) -> dict[str, ModelDouble]:
     """Models of different weights and KV shapes; about three of them fit 24 slabs. The layers of
-    one attend to windows."""
+    one attend to windows, and some of another one's keep a state."""
     return {
         f"m{index}": ModelDouble(
             4 + index % 3,
@@ -50,6 +50,7 @@ def models(count: int) -> dict[str, ModelDouble]:
                 1 + index % 2,
                 300 + 450 * (index % 3),
                 windows=(2, 3) if index == 1 else (),
+                state_blocks=2 if index == 2 else 0,
             ),
         )
         for index in range(count)
