@@ -33,11 +33,13 @@ from appliance.daemon.served_model import served_model
 from appliance.errors import ApplianceError
 from appliance.gateway.acceptor import FrontEnds
 from appliance.gateway.guide_trials import GuideTrials
+from appliance.gateway.remote_images import RemoteImages
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.gateway.supervisor import Supervisor
 from appliance.http.connections import Connection
 from appliance.http.cors import Cors
 from appliance.http.crowd import most_descriptors, raise_descriptor_limit
+from appliance.http.image_hosts import ImageHosts
 from appliance.journal import Journal, Setup
 from appliance.memory.weight_cache.image_file import image_name, prepare_folder
 from appliance.platform import logs
@@ -235,6 +237,7 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
         most_in_use=_most_of_front_end(config, processes),
     )
     sessions = Sessions(daemon, access, admission, settings)
+    sessions.remote_images = RemoteImages(ImageHosts(api.image_hosts, api.image_networks))
     daemon.catalogue.on_change = sessions.catalogue_changed
     return Gateway(access, admission, sessions, clock)
 

@@ -20,6 +20,7 @@ Sizes are bytes unless the name says slabs, blocks or tokens; times are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -183,6 +184,10 @@ class KvShape(Word, frozen=True):
     snapshot_blocks: int = 0
     """Blocks of a copy of a request's states, which the prefix cache keeps where there is room; 0
     if it keeps none. No request needs one."""
+    image_token_bytes: int = 0
+    """Of the encoder's output for each token of an image. An output has blocks of its own."""
+    most_images: int = 0
+    """Of a prompt."""
 
     def blocks(self, tokens: int) -> int:
         """Blocks of a request that has `tokens` tokens in its KV cache. Never fewer for more."""
@@ -194,14 +199,25 @@ class KvShape(Word, frozen=True):
             blocks += sum([min(each, most) for most in self.windows])
         return blocks
 
-    def prompt_blocks(self, tokens: int) -> int:
+    def prompt_blocks(self, tokens: int, images: Iterable[int] = ()) -> int:
         """Blocks that a prompt of `tokens` tokens has while it is computed: what it has afterwards,
-        or more."""
-        blocks = self.blocks(tokens)
+        or more. `images` are the tokens of each of its images."""
+        blocks = self.blocks(tokens) + sum(map(self.image_blocks, images))
         if self.windows:
             each = -(-tokens // self.block_tokens)
             for most in self.windows:
                 blocks += min(each, most + self.step_blocks) - min(each, most)
+        return blocks
+
+    def image_blocks(self, tokens: int) -> int:
+        """Blocks of what the encoder makes of an image of so many tokens."""
+        return -(-tokens * self.image_token_bytes // self.block_bytes)
+
+    def most_blocks(self, tokens: int) -> int:
+        """Blocks of any prompt of so many tokens, while it is computed; all may be of images."""
+        blocks = self.prompt_blocks(tokens)
+        if self.most_images:
+            blocks += self.image_blocks(tokens) + self.most_images - 1
         return blocks
 
     @property
@@ -250,6 +266,8 @@ class RequestSpec(Word, frozen=True):
     max_tokens: int
     slo: Slo
     request_class: RequestClass = RequestClass.INTERACTIVE
+    images: tuple[int, ...] = ()
+    """Tokens of each image in the prompt."""
 
 
 class KvMove(Word, frozen=True):

@@ -16,6 +16,7 @@ from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.language_models import (
     MEDIA,
     image_tensors,
+    image_token_bytes,
     language_tensors,
     processor_template,
     served_architecture,
@@ -91,6 +92,10 @@ class CatalogEntry:
     multiplied: str = ""
     """The method of weights that take the memory of `dtype`, though they are stored in less:
     ``mxfp4``, say. Empty for others."""
+    images: int = 0
+    """The most of a prompt; 0: the language model is served alone."""
+    image_token_bytes: int = 0
+    """Of the encoder's output for each token of an image."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -164,6 +169,8 @@ def read_checkpoint(
         multiplied=quantization.method_of(stored)
         if (stored := quantization.multiplied(config))
         else "",
+        images=images,
+        image_token_bytes=image_token_bytes(config, BYTES_PER_ELEMENT[resolved]) if images else 0,
     )
 
 

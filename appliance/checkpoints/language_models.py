@@ -133,6 +133,15 @@ def why_no_images(
     return ""
 
 
+def image_token_bytes(config: ModelConfig, number_bytes: int) -> int:
+    """What the encoder makes of each token of an image, in numbers of so many bytes: a row of the
+    hidden size, and one more for each layer that Qwen3-VL adds what it saw to."""
+    vision = config.whole.get("vision_config")
+    layers = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    rows = 1 + (len(layers) if isinstance(layers, list) else 0)
+    return rows * config.integer("hidden_size") * number_bytes
+
+
 def processor_template(path: Path) -> str:
     """The chat template of the checkpoint in `path`, if it is one of `MEDIA` and the file of what
     prepares images has it; empty otherwise. Tokenizers do not read that file.

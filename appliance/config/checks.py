@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from appliance.config.schema import (
 )
 from appliance.config.sizing import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
+from appliance.http.image_hosts import parse_host
 from appliance.platform import torchvision
 from appliance.platform.admin_socket import AdminSocketError, group_id
 from appliance.platform.tls import problem_with
@@ -49,6 +51,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_devices(config.devices, report)
     _check_telemetry(config.telemetry, report)
     _check_policies(config.policy, report)
+    _check_image_hosts(config.api, report)
     _check_names(config.models, report)
     _check_speculate(config.models, report)
     if check_files:
@@ -209,6 +212,25 @@ def _check_adapter_names(
             other = "a model" if name in models else "another adapter"
             report.add(at, f"{name} is the name of {other} already", "give it a name of its own")
         seen.add(adapter.name)
+
+
+def _check_image_hosts(api: Api, report: ProblemReport) -> None:
+    for index, host in enumerate(api.image_hosts):
+        try:
+            parse_host(host)
+        except ValueError as error:
+            report.add(
+                ("api", "image_hosts", index),
+                str(error),
+                'name hosts, such as "images.example.org", "*.example.org" or "http://store:8080"',
+            )
+    for index, network in enumerate(api.image_networks):
+        try:
+            ip_network(network)
+        except ValueError as error:
+            report.add(
+                ("api", "image_networks", index), str(error), 'name networks, such as "10.1.2.0/24"'
+            )
 
 
 def _check_images(config: Config, report: ProblemReport) -> None:

@@ -149,6 +149,22 @@ class Api(Section, kw_only=True):
             "waits for a restart."
         ),
     ] = ()
+    image_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Hosts that images are fetched from which a request names by URL, such as "
+            "`images.example.org`, or `*.example.org` for all names below one: by https, or with "
+            "`http://` in front by http; with a port behind it if it is not the usual one. Without "
+            "any, images come as data URLs only. A change waits for a restart."
+        ),
+    ] = ()
+    image_networks: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Networks that are not public and that these hosts may be in, such as "
+            "`10.1.2.0/24`. A change waits for a restart."
+        ),
+    ] = ()
     keep_alive_seconds: Annotated[
         Seconds,
         Meta(description="Longest silence on an open stream; a comment is sent when it is over."),

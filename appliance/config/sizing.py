@@ -37,7 +37,7 @@ class Least(NamedTuple):
 
     weights: int
     kv: int
-    """Of one request of `max_context` tokens."""
+    """Of one request of `max_context` tokens, and of the images that these may be."""
     tokens: int
     """The longest request whose KV has room next to the weights, in whole blocks; no more than
     `max_context` is asked for."""
@@ -57,11 +57,12 @@ def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
         return Least(weights=weights, kv=0, tokens=max_context)
     geometry = _kv_geometry(tables, devices)
     groups = max(0, devices.slabs - weights) // geometry.group_slabs
-    needed = tables.prompt_blocks(max_context)
+    images = _Images(share.images, share.image_token_bytes, geometry.block_bytes)
+    needed = tables.prompt_blocks(max_context) + images.blocks(max_context)
     return Least(
         weights=weights,
         kv=-(-needed // geometry.group_blocks) * geometry.group_slabs,
-        tokens=_longest(tables, groups * geometry.group_blocks, max_context),
+        tokens=_longest(tables, images, groups * geometry.group_blocks, max_context),
     )
 
 
@@ -207,12 +208,26 @@ _SHORT_TOKENS: Final = 16
 """Of a block with compressed KV (MLA) on a CPU: its kernel knows no others."""
 
 
-def _longest(tables: BlockTables, blocks: int, max_context: int) -> int:
+class _Images(NamedTuple):
+    """The images of a prompt: what the encoder makes of one has blocks of its own."""
+
+    most: int
+    token_bytes: int
+    block_bytes: int
+
+    def blocks(self, tokens: int) -> int:
+        """The most of a prompt of so many tokens, all of which may be images'."""
+        blocks = -(-tokens * self.token_bytes // self.block_bytes)
+        return blocks + self.most - 1 if self.most and tokens else 0
+
+
+def _longest(tables: BlockTables, images: _Images, blocks: int, max_context: int) -> int:
     """Tokens of the longest request, up to `max_context`, whose prompt takes no more blocks."""
     each = range(-(-max_context // tables.block_tokens) + 1)
 
     def needed(number: int) -> int:
-        return tables.prompt_blocks(number * tables.block_tokens)
+        tokens = number * tables.block_tokens
+        return tables.prompt_blocks(tokens) + images.blocks(tokens)
 
     return max(0, bisect_right(each, blocks, key=needed) - 1) * tables.block_tokens
 

@@ -272,4 +272,5 @@ def _spec(stream: RequestStream) -> RequestSpec:
         max_tokens=request.max_tokens,
         slo=stream.slo,
         request_class=request.request_class,
+        images=request.images,
     )

@@ -40,6 +40,9 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     The prefix cache serves a sequence with what sequences of the same `prefix_salt` (without a
     colon) left there, and of the same `cache_salt` in the body.
+
+    `images` are the tokens of each image in the prompt: what room is made for. The images
+    themselves are in the body.
     """
 
     request: RequestId
@@ -48,6 +51,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     output: tuple[int, ...] = ()
     body: bytes
     prefix_salt: str = ""
+    images: tuple[int, ...] = ()
 
 
 class Produced(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -78,12 +82,14 @@ class KvUse(NamedTuple):
 
 class KvBytes(NamedTuple):
     """KV memory of a tier: what is taken in whole slabs, what of it used blocks and cold ones
-    (prefix cache) fill, and the most that was ever taken."""
+    (prefix cache) fill, the most that was ever taken, and what of the used and cold blocks holds
+    images as the encoder left them."""
 
     mapped_bytes: int
     used_bytes: int
     cold_bytes: int
     peak_bytes: int
+    image_bytes: int = 0
 
 
 class DraftUse(NamedTuple):

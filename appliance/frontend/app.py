@@ -40,7 +40,7 @@ from appliance.frontend.counts import (
     check_values,
 )
 from appliance.frontend.fields import IGNORED_HEADER, check
-from appliance.frontend.images import NO_IMAGES, Images, ImageTurns, find
+from appliance.frontend.images import NO_IMAGES, Images, ImageTurns, fetch, find
 from appliance.frontend.serving.input_tokens import router as input_tokens_router
 from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.serving.stored import recall
@@ -189,6 +189,7 @@ class FrontEnd:
             return
         try:
             with self.bodies.hold(call.key, scope) as held:
+                call.keep = held.keep
                 await self._answer(call, scope, held.receiving(receive), send, common)
         finally:
             self._core.leave(call)
@@ -316,6 +317,7 @@ class FrontEnd:
             await send(message)
 
         try:
+            sent = await fetch(self._core, call, sent)
             async with self._turns.turn(call, client_of(call.key, scope), sent):
                 yield cast(Send, sending)
         except BadRequest as error:

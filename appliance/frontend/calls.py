@@ -38,6 +38,10 @@ class Call:
         """Tokens that its requests list to end at, to prefer or to forbid."""
         self.images: dict[int, str] = {}
         """The names of those that may be decoded for it (`appliance.frontend.images`)."""
+        self.fetched: dict[int, bytes] = {}
+        """The files of those that were named by URL."""
+        self.keep: Callable[[int], None] = lambda size_bytes: None
+        """Counts what is kept of it besides its body. Raises `BodiesFull`."""
         self.image_work: set[Future[Any]] = set()
         """What threads do with them, and no cancelled call can stop once it has begun."""
         self.on_submit: Callable[[], None] = lambda: None

@@ -21,6 +21,8 @@ from appliance.service.front_frames import (
     Drain,
     Enter,
     Entered,
+    FetchedImage,
+    FetchImage,
     FindResponse,
     FoundResponse,
     Hello,
@@ -99,6 +101,7 @@ class Core(asyncio.Protocol):
         self._numbers = itertools.count(1)
         self._entering: dict[int, asyncio.Future[Entered]] = {}
         self._finding: dict[int, asyncio.Future[FoundResponse]] = {}
+        self._fetching: dict[int, asyncio.Future[FetchedImage]] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
@@ -174,6 +177,19 @@ class Core(asyncio.Protocol):
         finally:
             del self._finding[call.number]
 
+    async def fetch_image(self, call: Call, url: str) -> FetchedImage:
+        """Have the core fetch an image, once at a time for a call; it gives up when the call is
+        over. Raises `CallRefused` when the core is gone."""
+        if self.gone.is_set():
+            raise CallRefused(_GONE)
+        answer: asyncio.Future[FetchedImage] = asyncio.get_running_loop().create_future()
+        self._fetching[call.number] = answer
+        self.send(FetchImage(call=call.number, url=url))
+        try:
+            return await answer
+        finally:
+            del self._fetching[call.number]
+
     # --- requests --------------------------------------------------------------------------------
 
     async def submit(self, call: Call, submit: Submit, receiver: Receiver) -> None:
@@ -240,6 +256,10 @@ class Core(asyncio.Protocol):
                 found = self._finding.get(frame.call)
                 if found is not None and not found.done():
                     found.set_result(frame)
+            case FetchedImage():
+                fetched = self._fetching.get(frame.call)
+                if fetched is not None and not fetched.done():
+                    fetched.set_result(frame)
             case Ping():
                 self.on_ping(frame)
             case Run() | StopRun():
@@ -311,7 +331,8 @@ class Core(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         _fail([self._welcome], ConnectionError("the core is gone"))
-        _fail([*self._entering.values(), *self._finding.values()], CallRefused(_GONE))
+        waiting = (self._entering, self._finding, self._fetching)
+        _fail([future for of in waiting for future in of.values()], CallRefused(_GONE))
         for request, known in list(self._requests.items()):
             if known.admission is not None:
                 self._refused(msgspec.structs.replace(_GONE, request=request))

@@ -7,6 +7,7 @@ images take turns, as each takes much memory and time until it is submitted.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from appliance.frontend.calls import Call
+from appliance.frontend.core import Core
 from appliance.frontend.image_files import BadImage, checked_size, decoded_base64, decoded_url
 from appliance.http.body_budget import Client
 from appliance.http.errors import BadRequest
@@ -32,6 +34,7 @@ _MESSAGES: Final = frozenset(
 )
 _INPUTS: Final = frozenset({"/v1/responses", "/v1/responses/input_tokens"})
 _GENERATE: Final = "/api/generate"
+_REMOTE: Final = re.compile("https?:", re.IGNORECASE)
 _NOT_READ: Final = (
     *("image_embeds", "image_pil", "prompt_embeds", "audio_embeds", "video_embeds"),
     *("audio_url", "input_audio", "video_url", "file", "input_file", "document"),
@@ -47,16 +50,26 @@ class Image(NamedTuple):
     sent: object
     """A URL, or base64; what else it is, is refused."""
     is_url: bool
+    fetched: bytes | None = None
+    """The file, if it was fetched."""
+
+    @property
+    def remote(self) -> str:
+        """The URL that it is to be fetched from; empty if it is here."""
+        here = self.fetched is not None or not self.is_url or not isinstance(self.sent, str)
+        return "" if here or not _REMOTE.match(str(self.sent)) else str(self.sent)
 
     def file(self) -> bytes:
         """Raises `BadImage`."""
+        if self.fetched is not None:
+            return self.fetched
         if not isinstance(self.sent, str) or not self.sent:
             raise BadImage("send the image in base64")
         return decoded_url(self.sent) if self.is_url else decoded_base64(self.sent)
 
     def key(self) -> int:
         """What `call.images` knows it by."""
-        return key_of(str(self.sent).partition(",")[2] if self.is_url else str(self.sent))
+        return key_of_url(str(self.sent)) if self.is_url else hash(str(self.sent))
 
 
 class Images(NamedTuple):
@@ -75,9 +88,9 @@ class Images(NamedTuple):
 NO_IMAGES: Final = Images((), 0)
 
 
-def key_of(data: str) -> int:
-    """What `call.images` knows an image by, of its base64."""
-    return hash(data)
+def key_of_url(url: str) -> int:
+    """What `call.images` knows an image by: its base64, or the whole URL of another one."""
+    return hash(url if _REMOTE.match(url) else url.partition(",")[2])
 
 
 # --- finding them --------------------------------------------------------------------------------
@@ -157,18 +170,41 @@ def _sourced(name: str, source: object) -> Image:
     return Image(f"{name}.data", source.get("data"), is_url=False)
 
 
+# --- fetching them -------------------------------------------------------------------------------
+
+
+async def fetch(core: Core, call: Call, sent: Images) -> Images:
+    """The images with the files of those that are named by URL: the core fetches them, one after
+    another, and they count as if they were in the body. Raises `BadRequest`, also for more images
+    than a prompt may have, and `BodiesFull`."""
+    images, most = sent
+    if len(images) > most:
+        message = f"{images[most].name}: a prompt of this model has at most {most} images"
+        raise BadRequest(message, images[most].name, "too_many_images")
+    files: dict[str, bytes] = {}
+    found = []
+    for image in images:
+        if url := image.remote:
+            if url not in files:
+                fetched = await core.fetch_image(call, url)
+                if fetched.refused:
+                    message = f"{image.name}: {fetched.refused}"
+                    raise BadRequest(message, image.name, "invalid_image")
+                call.keep(len(fetched.file))
+                files[url] = call.fetched[image.key()] = fetched.file
+            image = image._replace(fetched=files[url])
+        found.append(image)
+    return sent._replace(images=tuple(found))
+
+
 # --- looking at them -----------------------------------------------------------------------------
 
 
 def look_at(sent: Images) -> dict[int, str]:
     """The names of images by their keys. Takes a while. Raises `BadRequest` for images that are
-    no images, and for more or larger ones than a request may have."""
-    images, most = sent
-    if len(images) > most:
-        message = f"{images[most].name}: a prompt of this model has at most {most} images"
-        raise BadRequest(message, images[most].name, "too_many_images")
+    no images, and for larger ones than a request may have."""
     pixels = 0
-    for image in images:
+    for image in sent.images:
         try:
             pixels += checked_size(image.file()).pixels
             if pixels > MAX_ALL_PIXELS:
@@ -177,7 +213,7 @@ def look_at(sent: Images) -> dict[int, str]:
                 )
         except BadImage as error:
             raise BadRequest(f"{image.name}: {error}", image.name, "invalid_image") from error
-    return {image.key(): image.name for image in images}
+    return {image.key(): image.name for image in sent.images}
 
 
 threads: Final = ThreadPoolExecutor(max_workers=AT_ONCE, thread_name_prefix="images")

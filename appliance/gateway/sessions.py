@@ -21,8 +21,10 @@ from appliance.access.auth import Access, Caller, Credentials
 from appliance.access.keys import Scope
 from appliance.engines.protocol import GuideRefused, Produced
 from appliance.gateway.held_bodies import HeldBodies
+from appliance.gateway.remote_images import NotFetched, RemoteImages
 from appliance.gateway.responses import StoredResponse, StoredResponses
 from appliance.http.errors import as_api_error, as_refused
+from appliance.http.image_hosts import ImageHosts
 from appliance.http.server_timing import server_timing
 from appliance.service.front_frames import (
     MAX_STORED_BYTES,
@@ -35,6 +37,8 @@ from appliance.service.front_frames import (
     Down,
     Enter,
     Entered,
+    FetchedImage,
+    FetchImage,
     FindResponse,
     FoundResponse,
     FrontModel,
@@ -129,6 +133,8 @@ class Sessions:
         """The ids of all requests of front ends that are not over."""
         self.held = HeldBodies()
         self.responses = StoredResponses()
+        self.remote_images = RemoteImages(ImageHosts())
+        """Fetches what bodies name by URL."""
         self.guides: GuideChecker | None = None
         """Compiles guides before workers do; None: they do at once."""
         self._settings = settings
@@ -250,6 +256,8 @@ class Session:
                 self._keep_event(frame)
             case FindResponse():
                 self._find_response(frame)
+            case FetchImage():
+                self._fetch_image(frame)
             case Leave():
                 self._leave(frame.call)
             case Ran():
@@ -319,6 +327,8 @@ class Session:
             return
         for request in list(call.requests):
             self._abort(request, FinishReason.CANCELLED)
+        if call.fetching is not None:
+            call.fetching.cancel()
         if call.counted:
             self._access.end(call.caller)
         if call.response is not None:
@@ -361,6 +371,29 @@ class Session:
             self._send(FoundResponse(frame.call))
         else:
             self._send(FoundResponse(frame.call, found.answer, found.messages))
+
+    # --- images ----------------------------------------------------------------------------------
+
+    def _fetch_image(self, frame: FetchImage) -> None:
+        call = self._calls.get(frame.call)
+        if call is None:
+            return
+        if call.fetching is not None and not call.fetching.done():
+            self._send(FetchedImage(call=frame.call, refused="another one is being fetched"))
+            return
+        work = self._fetched(frame, call.caller.owner)
+        call.fetching = asyncio.get_running_loop().create_task(work)
+
+    async def _fetched(self, frame: FetchImage, owner: str) -> None:
+        try:
+            file = await self._sessions.remote_images.fetch(owner, frame.url)
+        except NotFetched as error:
+            self._send(FetchedImage(call=frame.call, refused=str(error)))
+        except Exception:
+            log.exception("an image cannot be fetched")
+            self._send(FetchedImage(call=frame.call, refused="it cannot be fetched"))
+        else:
+            self._send(FetchedImage(call=frame.call, file=file))
 
     def _cancel(self, number: int) -> None:
         """Give up the response that a call makes in the background."""
@@ -536,6 +569,7 @@ class _Call:
         "caller",
         "cancelled",
         "counted",
+        "fetching",
         "refused",
         "requests",
         "response",
@@ -558,6 +592,8 @@ class _Call:
         self.trace = trace
         self.answer = answer
         self.requests: set[RequestId] = set()
+        self.fetching: asyncio.Task[None] | None = None
+        """Gets an image for it."""
         self.stream: _Stream | None = None
         """Its answer, once that is a stream and has begun."""
         self.refused: Refused | None = None
@@ -682,6 +718,7 @@ def _asked(frame: Submit, call: _Call) -> SubmitRequest:
         request_class=RequestClass.BATCH if batch else frame.request_class,
         trace=call.trace,
         together_tokens=frame.together_tokens,
+        images=frame.images,
     )
 
 

@@ -63,6 +63,12 @@ class HeldBody:
         self._budget = budget
         self._cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def keep(self, size_bytes: int) -> None:
+        """Count so much that is kept with it. Raises `BodiesFull` if it is too much."""
+        self._budget.grow(self, size_bytes)
+        if self._cut.done():
+            raise BodiesFull(self._budget.most_bytes)
+
     def cut(self) -> None:
         """It makes room for others: nothing more of it is read."""
         if not self._cut.done():

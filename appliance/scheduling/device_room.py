@@ -271,7 +271,7 @@ def _admitted_blocks(requests: Iterable[RequestState], shape: KvShape) -> int:
 def _prompt_blocks(request: RequestState, shape: KvShape) -> int:
     """Blocks of a prompt while it is computed, and of its request with that room to grow."""
     grown = _grown_blocks(request, shape, ADMISSION_GROWTH_TOKENS)
-    return max(grown, shape.prompt_blocks(request.tokens))
+    return max(grown, shape.prompt_blocks(request.tokens, request.spec.images))
 
 
 def _grown_blocks(

@@ -259,7 +259,7 @@ class Dispatcher:
     def _run_prefill(self, instance: InstanceState, request: RequestState) -> None:
         """The prompt alone, whole."""
         model, engine = request.model, instance.engines[request.model]
-        blocks = engine.shape.prompt_blocks(request.tokens)
+        blocks = engine.shape.prompt_blocks(request.tokens, request.spec.images)
         short = blocks - self._residency.room_blocks(instance, model)
         if short > 0:
             leaving = self._residency.swap_out_youngest(instance, model, short)
@@ -288,7 +288,7 @@ class Dispatcher:
         context, model = self._context, prompts[0].model
         engine = instance.engines[model]
         tokens = sum([prompt.tokens for prompt in prompts])
-        blocks = sum([engine.shape.prompt_blocks(prompt.tokens) for prompt in prompts])
+        blocks = _blocks_of(prompts, engine.shape)
         cold = not engine.on_device
         wish = engine.shape.snapshot_blocks * len(prompts)
         grant = self._residency.grant(instance, model, blocks, wish, context.now)
@@ -386,7 +386,7 @@ class Dispatcher:
         engine = instance.engines[model]
         # Prompts take places of the engine's batch, and last for a step per chunk.
         limit = min(self._models[model].max_batch - len(prompts), limits.requests)
-        blocks = sum([engine.shape.prompt_blocks(prompt.tokens) for prompt in prompts])
+        blocks = _blocks_of(prompts, engine.shape)
         selection = self._device_room.select(instance, model, limit, blocks)
         batch = selection.batch
         if prompts and not batch:
@@ -501,3 +501,8 @@ def _growth(batch: Sequence[RequestState], shape: KvShape, steps: int) -> int:
         - shape.blocks(request.tokens)
         for request in batch
     )
+
+
+def _blocks_of(prompts: Sequence[RequestState], shape: KvShape) -> int:
+    """Blocks of prompts while they are computed."""
+    return sum([shape.prompt_blocks(prompt.tokens, prompt.spec.images) for prompt in prompts])

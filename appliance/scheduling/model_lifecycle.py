@@ -115,7 +115,7 @@ class ModelLifecycle:
         """Why the model could never serve a request of full length here, if it could not."""
         if self._layouts.setdefault(model, layout) != layout:
             return "its weights lie otherwise than on another instance: were its files replaced?"
-        longest = kv.prompt_blocks(self._models[model].max_context_tokens)
+        longest = kv.most_blocks(self._models[model].max_context_tokens)
         needed = instance.engines[model].weight_slabs + kv.slabs(longest)
         if needed <= instance.ledger.total_slabs:
             return None

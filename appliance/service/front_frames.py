@@ -19,6 +19,8 @@ Frames of one direction keep their order. A *call* is one HTTP request (or one l
     KeepResponse, KeepEvent        ->
     FindResponse(call)             ->
                                    <-  FoundResponse(call)
+    FetchImage(call)               ->
+                                   <-  FetchedImage(call)
     Leave(call)                    ->
 """
 
@@ -33,7 +35,7 @@ from appliance import framing
 from appliance.checkpoints.task import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 
 # --- from the core to a front end ----------------------------------------------------------------
@@ -161,6 +163,14 @@ class FoundResponse(msgspec.Struct, frozen=True, tag=True):
     messages: bytes | None = None
 
 
+class FetchedImage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The file of an image, or why it is not fetched."""
+
+    call: int
+    file: bytes = b""
+    refused: str = ""
+
+
 class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answer a line of a batch as if it had come over HTTP, in a call that the core has entered
     already; `Ran` has the same call."""
@@ -240,6 +250,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Most tokens, prompts included, of all sequences that are asked for at once, if there are
     several: they are taken together or not at all."""
     request_class: RequestClass = RequestClass.INTERACTIVE
+    images: tuple[int, ...] = ()
+    """Tokens of each image in the prompt, in their order."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -292,6 +304,13 @@ class FindResponse(msgspec.Struct, frozen=True, tag=True):
     response: str
 
 
+class FetchImage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Fetch an image that a body names by URL, one at a time for a call."""
+
+    call: int
+    url: str
+
+
 class Ran(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The answer to a line of a batch."""
 
@@ -338,6 +357,7 @@ Down: TypeAlias = (
     | Admitted
     | Outputs
     | FoundResponse
+    | FetchedImage
     | Run
     | StopRun
     | Ping
@@ -353,6 +373,7 @@ Up: TypeAlias = (
     | KeepResponse
     | KeepEvent
     | FindResponse
+    | FetchImage
     | Leave
     | Ran
     | Pong

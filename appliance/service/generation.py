@@ -129,4 +129,5 @@ class RequestStream:
             output=tuple(self.output),
             body=self.request.body,
             prefix_salt=self.request.prefix_salt,
+            images=self.request.images,
         )

@@ -179,6 +179,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens, prompts included, of all sequences that are asked for at once, if there are
     several: they are taken together or not at all. Of prompts that are pooled, which come one after
     another, only the first one says it."""
+    images: tuple[int, ...] = ()
+    """Tokens of each image in the prompt, in their order."""
 
     @property
     def pooled(self) -> bool:
@@ -430,6 +432,8 @@ class KvShapeActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix cache that no request uses now."""
     peak_bytes: int
     fragmentation: float
+    image_bytes: int = 0
+    """Of used and cold blocks: images as the encoder left them."""
 
 
 class KvTierActivity(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
 from appliance.framing import Decoder
 from appliance.vocabulary import SlabMap
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 
 
 class WorkerModel(msgspec.Struct, frozen=True):

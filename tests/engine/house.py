@@ -224,7 +224,12 @@ def sequence(
 ) -> SequenceSpec:
     """`asked` are further fields of the front end's request."""
     return SequenceSpec(
-        request=name, model=model, prompt=prompt, output=output, body=body(sampling, **asked)
+        request=name,
+        model=model,
+        prompt=prompt,
+        output=output,
+        body=body(sampling, **asked),
+        images=tuple(one.mm_position.get_num_embeds() for one in asked.get("mm_features", ())),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
 import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalKwargsItem
@@ -17,6 +18,7 @@ from appliance.checkpoints.families import UnsupportedModel
 from appliance.checkpoints.model_config import read_model_config
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import least, read_model
+from appliance.engines.protocol import KvExhausted
 from appliance.engines.vllm.images.arguments import image_args
 from appliance.engines.vllm.images.prompts import ImagePrompts
 from appliance.engines.vllm.seams import SeamMoved
@@ -129,7 +131,9 @@ class Requests:
 
 
 def assert_nothing_kept(engine: Any) -> None:
-    """Of what the encoder made."""
+    """Of what the encoder made, in use or by vLLM."""
+    engine.trim(0)
+    assert engine.kv_use().image_bytes == 0
     assert not engine._runner.encoder_cache
     kept = engine._scheduler.encoder_cache_manager
     left = kept.cached, kept.freeable, kept.request_cached_ids, kept.num_embeds_by_hash
@@ -148,7 +152,7 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
     for house in houses:
         engine = house.build(name, path, dtype="float32", prompt_images=MOST)
     assert known.weights <= engine.weight_slabs <= known.weights + 1
-    assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
+    assert known.kv == engine.kv.slabs(engine.kv.most_blocks(CONTEXT))
     preparer = Preparer(path, MOST)
     prompts = asked(name)
     requests = Requests(houses[0], name, [preparer.prepare(*prompt) for prompt in prompts])
@@ -235,7 +239,8 @@ def test_nothing_is_left_of_a_prompt_that_is_not_finished(
     add(engine, "forgotten", image)
     engine.begin_prefill("forgotten", SLABS)
     engine.step((), SLABS, ["forgotten"], within)
-    assert engine._runner.encoder_cache
+    engine.trim(0)
+    assert engine.kv_use().image_bytes
     engine.forget("forgotten")
     assert_nothing_kept(engine)
     engine.trim(0)
@@ -283,12 +288,130 @@ def test_images_are_not_shared_with_another_salt(reader: tuple[House, Any, Prepa
         add(engine, request, image, salt)
         engine.begin_prefill(request, SLABS)
         engine.step((), SLABS, [request], engine.tokens_left(request) - behind)
-        kept.append(len(engine._runner.encoder_cache))
-    assert kept == [1, 1, 2, 3]
+        kept.append(engine.kv_use().image_bytes)
+    one = engine.kv.image_blocks(image.features[0].mm_position.get_num_embeds())
+    assert kept == [count * one * engine.kv.block_bytes for count in (1, 1, 2, 3)]
     for request in ("one", "same", "other", "none"):
         engine.forget(request)
     assert_nothing_kept(engine)
     engine.trim(0)
+
+
+def encodings(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many images the encoder is given, each time that it runs from here on."""
+    runs: list[int] = []
+    model = engine._runner.get_model()
+    encode = model.embed_multimodal
+
+    def count(**images: Any) -> Any:
+        made = encode(**images)
+        runs.append(len(made))
+        return made
+
+    monkeypatch.setattr(model, "embed_multimodal", count)
+    return runs
+
+
+@EACH
+def test_an_image_is_encoded_once_while_there_is_memory(
+    reader: tuple[House, Any, Preparer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind another text, where the prefix cache does not have it. It goes with cold KV, before
+    any KV that is used and before weights."""
+    _, engine, preparer = reader
+    _, prompt, _, other, _ = asked(engine.model)
+    prepared = preparer.prepare(*prompt)
+    moved_on = preparer.prepare((9, *prompt.tokens[1:]), prompt.pictures)
+    expected = finish(engine, [moved_on], CONTEXT)
+    runs = encodings(engine, monkeypatch)
+
+    def once(request: str, one: Prepared) -> list[int]:
+        add(engine, request, one)
+        (produced,) = engine.prefill(request, SLABS)
+        output = [produced.token]
+        while len(output) < LENGTH:
+            output += [token.token for token in engine.step([request], SLABS)]
+        return output
+
+    once("first", prepared)
+    kept = engine.kv_use()
+    assert kept.used_bytes == 0 < kept.image_bytes < kept.cold_bytes
+    assert once("again", moved_on) == expected[0]
+    assert runs == [1]
+    engine.evict_weights()
+    engine.begin_load().wait()
+    once("third", preparer.prepare((8, *prompt.tokens[1:]), prompt.pictures))
+    assert runs == [1]
+    once("other", preparer.prepare(*other))
+    assert runs == [1, 1]
+    assert engine.trim(0).slabs == 0
+    once("after", moved_on)
+    assert runs == [1, 1, 1]
+    assert_nothing_kept(engine)
+
+
+@QWEN
+def test_a_prompt_waits_for_room_for_its_images(reader: tuple[House, Any, Preparer]) -> None:
+    """What is counted before is enough; with a block less nothing is kept of it."""
+    _, engine, preparer = reader
+    pool, slabs = engine._cache.pool, engine.kv.group_slabs
+    prompt = preparer.prepare(*asked(QWEN2_5)[2])
+    images = [one.mm_position.get_num_embeds() for one in prompt.features]
+    needed = engine.kv.prompt_blocks(len(prompt.tokens), images)
+    assert engine.kv.blocks(len(prompt.tokens)) < needed < engine.kv.most_blocks(CONTEXT)
+    for filler in range(2):
+        add(engine, f"{filler}", Prepared((7,) * BLOCK, []))
+        engine.begin_prefill(f"{filler}", slabs)
+        if not filler:
+            more = pool.free - needed
+            assert 0 < more * BLOCK < CONTEXT
+            add(engine, "more", Prepared((7,) * (more * BLOCK), []))
+            engine.begin_prefill("more", slabs)
+            assert pool.free == needed
+    add(engine, "images", prompt)
+    with pytest.raises(KvExhausted):
+        engine.begin_prefill("images", slabs)
+    assert pool.free == needed - 1
+    engine.forget("0")
+    (produced,) = engine.prefill("images", slabs)
+    for request in ("1", "more", "images"):
+        engine.forget(request)
+    assert_nothing_kept(engine)
+    assert [produced.token] == finish(engine, [prompt], CONTEXT)[0][:1]
+
+
+@QWEN
+def test_images_make_way_for_kv(
+    reader: tuple[House, Any, Preparer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other prompts, in as many slabs as there are: the coldest first."""
+    _, engine, preparer = reader
+    text, prompt, _, other, _ = asked(QWEN2_5)
+    one, another = (preparer.prepare(*prompt) for prompt in (prompt, other))
+    slabs = engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
+    for name, prepared in (("one", one), ("another", another)):
+        add(engine, name, prepared)
+        engine.prefill(name, slabs)
+        engine.forget(name)
+    both = engine.kv_use().image_bytes
+    long = tuple(text.tokens[i % 5] for i in range(CONTEXT - LENGTH))
+    add(engine, "long", Prepared(long, []))
+    engine.prefill("long", slabs)
+    assert engine.kv_use().image_bytes < both
+    engine.forget("long")
+    runs = encodings(engine, monkeypatch)
+    first = finish(engine, [one], CONTEXT)
+    assert runs == [1]
+    assert finish(engine, [one], 7) == first
+
+
+@QWEN
+def test_room_is_for_the_images_that_come(reader: tuple[House, Any, Preparer]) -> None:
+    _, engine, preparer = reader
+    tokens, features = preparer.prepare(*asked(QWEN2_5)[1])
+    spec = sequence(engine.model, "short", tokens, GREEDY, mm_features=features)
+    with pytest.raises(ValueError, match=r"images of \(\d+,\) tokens, and room for \(\)"):
+        engine.add(msgspec.structs.replace(spec, images=()))
 
 
 @QWEN
@@ -429,4 +552,4 @@ def test_what_was_not_tried_is_not_built(
     scheduler = engine._scheduler
     monkeypatch.setattr(scheduler.scheduler_config, "disable_chunked_mm_input", True)
     with pytest.raises(SeamMoved, match="shorten chunks that end within an image"):
-        ImagePrompts(engine._core.vllm_config, scheduler, engine._runner)
+        ImagePrompts(engine._core.vllm_config, scheduler, engine._runner, engine.kv)

@@ -24,6 +24,8 @@ from appliance.service.front_frames import (
     Drain,
     Enter,
     Entered,
+    FetchedImage,
+    FetchImage,
     FindResponse,
     FoundResponse,
     FrontModel,
@@ -149,6 +151,10 @@ class StandInCore:
             submit.prompt, submit.max_tokens
         )
         self.ending: Callable[[Submit], FinishReason] = lambda submit: FinishReason.LENGTH
+        self.fetching: Callable[[FetchImage], FetchedImage | None] = lambda asked: FetchedImage(
+            call=asked.call, refused=f"nothing is fetched from {asked.url}"
+        )
+        """Files of images that are named by URL; None: there is no answer yet."""
         self.details: Callable[[Submit, list[int]], list[bytes]] | None = None
         """Encoded outputs for new tokens of a request, instead of plain ones."""
         self.hold_at: Callable[[Submit], int | None] = lambda submit: None
@@ -336,6 +342,9 @@ class StandInCore:
                     self.send(FoundResponse(frame.call))
                 else:
                     self.send(FoundResponse(frame.call, kept.answer, kept.messages))
+            case FetchImage():
+                if (fetched := self.fetching(frame)) is not None:
+                    self.send(fetched)
             case Leave():
                 self.calls.discard(frame.call)
                 for request, live in list(self.live.items()):

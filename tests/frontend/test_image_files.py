@@ -22,7 +22,7 @@ from appliance.frontend.app import FrontEnd
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core
 from appliance.frontend.image_files import BadImage, checked_size
-from appliance.frontend.images import AT_ONCE, NO_IMAGES, Image, Images, ImageTurns, key_of
+from appliance.frontend.images import AT_ONCE, NO_IMAGES, Image, Images, ImageTurns, key_of_url
 from appliance.frontend.serving import media
 from appliance.frontend.serving.model_fronts import ModelFronts
 from appliance.service.front_frames import Welcome
@@ -179,7 +179,7 @@ async def test_a_turn_lasts_as_long_as_its_thread(
             call = Call(number)
             current.set(call)
             async with turns.turn(call, (f"client {number % AT_ONCE}", None), NO_IMAGES):
-                call.images = {key_of("a"): "images[0]"}
+                call.images = {key_of_url("data:image/png;base64,a"): "images[0]"}
                 if place == "decoded":
                     await media.RefusingConnector().fetch_image_async("data:image/png;base64,a")
                 elif place == "prepared":

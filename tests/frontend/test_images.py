@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import zlib
@@ -15,7 +16,7 @@ import pytest_asyncio
 from vllm.v1.engine import EngineCoreRequest
 
 from appliance.engines.vllm.messages import decode_request
-from appliance.service.front_frames import Submit
+from appliance.service.front_frames import FetchedImage, FetchImage, Submit
 from tests.engine.with_images import GEMMA3, GEMMA_TOKENS, QWEN2_5, make_with_images
 from tests.frontend.conftest import model_at
 from tests.frontend.pictures import encoded, picture, url_of
@@ -51,6 +52,7 @@ async def core(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
     core.frames.clear()
+    core.script()
     async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
         yield client
 
@@ -143,6 +145,63 @@ async def test_several_images(core: StandInCore, http: httpx.AsyncClient) -> Non
     await http.post("/v1/chat/completions", json=chat(image(jpeg), TEXT))
     (submit,) = core.said(Submit)
     assert [name for _, name, *_ in features(submit)] == [one]
+
+
+async def test_images_named_by_url(core: StandInCore, http: httpx.AsyncClient) -> None:
+    """Are those of data URLs once the core has fetched them, each once. It is asked for no more
+    than a prompt may have, and for none of what is not named by the web."""
+    url = "https://images.example.org/a,b.png"
+    core.fetching = lambda asked: FetchedImage(call=asked.call, file=picture())
+    asked = dialects(picture())[:3]
+    for path, body in asked:
+        there = {"type": "url", "url": url}
+        said = json.loads(json.dumps(body).replace(url_of(picture()), url))
+        if path == "/v1/messages":
+            said["messages"][0]["content"][0]["source"] = there
+        for one in (body, said):
+            answer = await http.post(path, json=one)
+            assert answer.status_code == 200, answer.text
+        here, fetched = core.said(Submit)[-2:]
+        assert features(here) == features(fetched) != []
+        assert here.prompt == fetched.prompt
+        assert here.images == fetched.images
+    assert [frame.url for frame in core.said(FetchImage)] == [url] * len(asked)
+    core.frames.clear()
+    await http.post("/v1/chat/completions", json=chat(image(url), image(url), TEXT))
+    await http.post("/v1/chat/completions", json=chat(*[image(url)] * 4))
+    await http.post("/v1/chat/completions", json=chat(image("file:///etc/hostname")))
+    assert len(core.said(FetchImage)) == len(core.said(Submit)) == 1
+
+
+async def test_bad_images_named_by_url(core: StandInCore, http: httpx.AsyncClient) -> None:
+    """What is fetched is looked at as what is sent, and counted as a part of the body."""
+    url = "http://store:8080/a.png"
+    for file, status, reason in (
+        (b"<svg/>", 400, "messages[0].content[0].image_url: it is no PNG, JPEG, WebP or GIF"),
+        (huge(50_000, 50_000), 400, "messages[0].content[0].image_url: it is more than"),
+        (bytes((64 << 20) - 100), 429, "api.max_bodies"),
+    ):
+        core.fetching = lambda asked, file=file: FetchedImage(  # type: ignore[misc]
+            call=asked.call, file=file
+        )
+        answer = await http.post("/v1/chat/completions", json=chat(image(url)))
+        assert answer.status_code == status, answer.text
+        assert reason in answer.json()["error"]["message"]
+    assert core.said(Submit) == []
+
+
+async def test_a_client_that_leaves_waits_for_no_url(
+    core: StandInCore, http: httpx.AsyncClient
+) -> None:
+    """The call is over, and with it what the core fetches; others are answered."""
+    core.fetching = lambda asked: None
+    asked = http.post("/v1/chat/completions", json=chat(image("https://example.org/a.png")))
+    leaving = asyncio.create_task(asked)
+    await core.seen(FetchImage)
+    leaving.cancel()
+    await core.quiet()
+    answer = await http.post("/v1/chat/completions", json=chat(image(url_of(picture())), TEXT))
+    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])

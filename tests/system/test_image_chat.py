@@ -1,5 +1,6 @@
 """Chats with images in all three dialects, of a model that takes turns in one pool with the text of
-the same checkpoint: each answer is plain vLLM's. Bad images are refused."""
+the same checkpoint: each answer is plain vLLM's. Bad images are refused, and an allowed host's are
+fetched."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,13 +52,42 @@ os._exit(0)
 """
 
 
+class Store(BaseHTTPRequestHandler):
+    """Gives the first of the images, whatever is asked for."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(FILES[0])))
+        self.end_headers()
+        self.wfile.write(FILES[0])
+
+
+@contextmanager
+def store() -> Iterator[str]:
+    """A server of images on this machine; its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Store) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
 def test_answers_equal_plain_vllm(tmp_path: Path) -> None:
+    with store() as images:
+        serve_and_ask(tmp_path, images)
+
+
+def serve_and_ask(tmp_path: Path, store_url: str) -> None:
     paths = {name: make_with_images(tmp_path, name) for name in (QWEN2_5,)}
     expected = plain(paths)
     file = tmp_path / "appliance.toml"
     models = [(name, path, 2) for name, path in paths.items()] + [(BLIND, paths[QWEN2_5], 0)]
     file.write_text(
         f'[api]\nbind = "127.0.0.1:{free_port()}"\nadmin_socket = ""\nmax_body = "32MiB"\n'
+        f'image_hosts = ["{store_url}"]\nimage_networks = ["127.0.0.1/32"]\n'
         '[devices]\nkind = "cpu"\nslab = "256KiB"\nmemory = "24MiB"\nhost_cache = "96MiB"\n'
         + "".join(
             f'[[model]]\nname = "{name}"\npath = "{path}"\ndtype = "float32"\n'
@@ -63,11 +97,22 @@ def test_answers_equal_plain_vllm(tmp_path: Path) -> None:
     )
     with running_daemon(file, load_config(file)) as (url, _):
         answers = asyncio.run(ask_all(url))
+        remote = httpx.post(
+            f"{url}/v1/chat/completions",
+            json={
+                "model": QWEN2_5,
+                "max_tokens": TOKENS,
+                "temperature": 0,
+                "messages": [chat_of([f"{store_url}/a.png"])],
+            },
+            timeout=PATIENCE_SECONDS,
+        )
         refused = [httpx.post(f"{url}{path}", json=body, timeout=60) for path, body in bad()]
         shown = [
             httpx.post(f"{url}/api/show", json={"model": name}).json()["capabilities"]
             for name in (QWEN2_5, BLIND)
         ]
+    assert remote.json()["choices"][0]["message"]["content"] == expected[QWEN2_5, 1]
     assert answers == {key: expected[key[0], key[1]] for key in answers}
     assert len({expected[QWEN2_5, number] for number in range(4)}) == 4, "images make a difference"
     assert [one.status_code for one in refused] == [413, 400, 400, 400]
@@ -105,9 +150,11 @@ def asked() -> list[tuple[bytes, ...]]:
 
 
 def openai_chat(files: tuple[bytes, ...]) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": url_of(file)}} for file in files
-    ]
+    return chat_of([url_of(file) for file in files])
+
+
+def chat_of(urls: list[str]) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"role": "user", "content": [*parts, {"type": "text", "text": TEXT}]}
 
 
@@ -163,7 +210,7 @@ async def ask(client: httpx.AsyncClient, model: str, number: int, dialect: str) 
 
 WORDS: Final = (
     "larger than",
-    "messages[0].content[0].image_url: nothing is fetched from URLs",
+    "messages[0].content[0].image_url: nothing is fetched from http://127.0.0.1,",
     "messages[0].content[0].source.data: it is no PNG",
     "is served for text only",
 )

@@ -21,6 +21,8 @@ SHAPES = st.builds(
     windows=st.lists(st.integers(1, 130), max_size=5).map(tuple),
     step_blocks=st.integers(0, 64),
     snapshot_blocks=st.integers(0, 5),
+    image_token_bytes=st.just(90),
+    most_images=st.just(3),
 )
 
 
@@ -39,6 +41,16 @@ def test_a_prompt_takes_what_its_request_has_then_or_more(shape: KvShape, tokens
     assert 0 <= beyond <= shape.step_blocks * len(shape.windows)
     assert shape.windows or not beyond
     assert shape.blocks(0) == shape.prompt_blocks(0) == 0
+
+
+@given(SHAPES, st.lists(st.integers(1, 5000), max_size=3), st.integers(0, 5000))
+def test_no_prompt_takes_more_than_it_may(shape: KvShape, images: list[int], text: int) -> None:
+    """Whatever images it has, of which each has blocks of its own."""
+    tokens = sum(images) + text
+    blocks = shape.prompt_blocks(tokens, images)
+    assert blocks - shape.prompt_blocks(tokens) == sum(map(shape.image_blocks, images))
+    assert blocks <= shape.most_blocks(tokens)
+    assert all(shape.image_blocks(one) * shape.block_bytes >= one * 90 for one in images)
 
 
 @given(SHAPES, TOKENS)

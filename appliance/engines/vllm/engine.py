@@ -45,7 +45,8 @@ from appliance.checkpoints.adapters import Adapter, AdapterPlace, read_adapters
 from appliance.checkpoints.draft_heads import head_files
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import keeps_state
-from appliance.checkpoints.language_models import MEDIA, language_tensors
+from appliance.checkpoints.kv_layers import is_compressed
+from appliance.checkpoints.language_models import MEDIA, image_token_bytes, language_tensors
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
 from appliance.checkpoints.task import PoolerValue, dense_files
@@ -132,7 +133,6 @@ class VllmEngine:
         self._scheduler: ParkedScheduler = core.scheduler
         self._runner: GPUModelRunner = core.model_executor.driver_worker.worker.model_runner
         self._device = placement.device
-        self._images = ImagePrompts(core.vllm_config, self._scheduler, self._runner)
         config = core.vllm_config.model_config
         self._vocabulary: int = config.get_vocab_size()
         self._states = RunnerStates(
@@ -143,6 +143,7 @@ class VllmEngine:
         snapshots = self._scheduler.snapshots
         self._hasher = core.request_block_hasher if snapshots is None else snapshots.hasher
         self.kv = self._cache.shape
+        self._images = ImagePrompts(core.vllm_config, self._scheduler, self._runner, self.kv)
         self._placed = placement.placed
         self._drafts = Drafts(core, self._runner, self.kv.block_tokens, self._placed.weights)
         self._whole_prompts = config.attn_type == "encoder_only"
@@ -194,16 +195,14 @@ class VllmEngine:
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output of
         a request in tokens; `max_batch` bounds the requests of a step. With `verify`, files are
         compared with their ``SHA256SUMS``, if any, when they are first read. One of several `ranks`
-        (`executor.join_group`) has its shard. It computes on `device`: the CPU, if None. Packed
-        weights are kept in `images`. `reasoning_parser` is vLLM's name of one, `pooler_config` has
-        keys of vLLM's `PoolerConfig`. What reads `prompt_images`, the most of a prompt, is built.
-        Requests may ask for one of the `adapters`. With `speculation`, tokens are drafted. On a
-        CPU, master images may be `encoded`. Raises `SeamMoved`, `UnsupportedKvCache`,
-        `CheckpointError` for damaged files, `UnsupportedPooling`, and what vLLM raises.
+        (`executor.join_group`) has its shard. `device` is the CPU, if None. Packed weights are kept
+        in `images`. Of a prompt, `prompt_images` are read at most. Requests may ask for one of the
+        `adapters`. Master images may be `encoded`. Raises `CheckpointError` for damaged files,
+        `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, and what vLLM raises.
         """
         check_seams()
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
-        files, dense = _headers(checkpoint, task, prompt_images)
+        headers = _headers(checkpoint, task, prompt_images)
         lora = read_adapters(adapters, checkpoint, task, ranks, cuda=not where.host_memory)
         shelf = images.shelf(path, dtype, ranks, adapters) if images is not None else None
         config = _configure(
@@ -219,12 +218,14 @@ class VllmEngine:
             **engine_args(task, pooler_config or {}) | lora_arguments(lora),
             **draft_args(speculation, checkpoint, task, where, ranks, prompt_images, lora),
         )
-        with recording(files, dense, lora, head_files(speculation)) as recorded:
+        with recording(*headers, lora, head_files(speculation)) as recorded:
             placed = (model, recorded, arena, host, swapper, where, shelf, verify, encoded)
             place = partial(PlacedWeights.place, *placed)
-            with placing(KvPlacement(arena, f"kv:{model}", max_context, where, place)) as placement:
+            images_of = _images_of(checkpoint, config, prompt_images)
+            kv = KvPlacement(arena, f"kv:{model}", max_context, where, place, *images_of)
+            with placing(kv):
                 core = _start(config, ranks)
-                return cls(model, core, placement, host, swapper, task, reasoning_parser, lora)
+                return cls(model, core, kv, host, swapper, task, reasoning_parser, lora)
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -278,7 +279,7 @@ class VllmEngine:
         elif asked.pooling_params is not None:
             self._check_pooling(asked, sequence)
         salt = _cache_salt(sequence.prefix_salt, asked.cache_salt)
-        images = self._images.take(asked, len(sequence.prompt), salt)
+        images = self._images.take(asked, sequence, salt or "")
         request = Request(
             name,
             list(sequence.prompt),
@@ -347,7 +348,6 @@ class VllmEngine:
         self._cache.join(request)
         self._device.settle()  # a prompt that has begun: its blocks are being emptied
         self._scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
-        self._images.drop_outputs()
         self._forget_state(request)
 
     def prefill(self, request: RequestId, kv_slabs: int) -> list[Produced]:
@@ -365,7 +365,7 @@ class VllmEngine:
         known = self._known(request)
         if known.num_computed_tokens or self._scheduler.has_blocks(request):
             raise ValueError(f"request {request} is computed already")
-        self._cache.begin(known, kv_slabs)
+        self._cache.begin(known, kv_slabs, self._images.begin)
         self._states.open_prompt(known)
         self._stepping = None
         # A chunk that is not the last draws a token too, which vLLM throws away. It must not
@@ -374,8 +374,7 @@ class VllmEngine:
 
     def tokens_left(self, request: RequestId) -> int:
         known = self._known(request)
-        left: int = known.num_tokens - known.num_computed_tokens
-        return left
+        return int(known.num_tokens - known.num_computed_tokens)
 
     def step(
         self,
@@ -445,7 +444,7 @@ class VllmEngine:
         return self._cache.trim(keep_slabs)
 
     def kv_use(self) -> KvBytes:
-        return self._cache.use()
+        return self._cache.use()._replace(image_bytes=self._images.bytes)
 
     def draft_use(self) -> DraftUse:
         return self._drafts.use
@@ -478,7 +477,7 @@ class VllmEngine:
         self._device.settle()  # a step that failed half way, or blocks that are being emptied
         request.spec_token_ids = []
         self._cache.withdraw(request)
-        self._images.step_failed()
+        self._images.withdraw(request.request_id)
 
     def _check(self, requests: Sequence[RequestId]) -> list[Request]:
         batch = [self._resident(request) for request in requests]
@@ -525,6 +524,7 @@ class VllmEngine:
         if transfer is None:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
         try:
+            self._images.enter(batch, tokens)
             gates = self._gates
             at_once = self._as_graph(batch, tokens) or self._images.encoded_by(batch)
             hold = gates.holding_all if at_once else gates.holding
@@ -534,7 +534,7 @@ class VllmEngine:
             for known in batch:
                 self._withdraw(known)
             raise
-        self._images.drop_outputs()
+        self._images.stepped(batch)
         ready = outputs[0].outputs if 0 in outputs else []
         self._drafts.propose(ready)
         produced = [token for output in ready for token in _produced(output)]
@@ -556,6 +556,7 @@ class VllmEngine:
     def _forget_state(self, request: RequestId) -> None:
         """Remove what is left of a finished request."""
         self._states.forget(request)
+        self._images.leave(request)
         self._scheduler.finished_req_ids.discard(request)
 
 
@@ -612,6 +613,11 @@ def _headers(
         files = [language_tensors(file, architecture) for file in files]
     dense = dense_files(path) if task is Task.EMBED else []
     return files, [read_header(file) for file in dense]
+
+
+def _images_of(checkpoint: ModelConfig, config: VllmConfig, most: int) -> tuple[int, int]:
+    """How many a prompt has at most, and the bytes of what is made of each of their tokens."""
+    return most, image_token_bytes(checkpoint, config.model_config.dtype.itemsize) if most else 0
 
 
 def _start(config: VllmConfig, ranks: int) -> EngineCore:

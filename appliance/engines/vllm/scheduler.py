@@ -8,7 +8,7 @@ engine's to provide before a step, so vLLM never has a reason to preempt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -48,7 +48,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     ) -> None:
         super().__init__(pool.geometry.blocks, enable_caching, hash_block_size=hash_block_size)
         self.kv = pool
-        self._kv_bytes = kv_bytes  # [layers, blocks, bytes]
+        self.kv_bytes = kv_bytes  # [layers, blocks, bytes]
+        self.on_lost: Callable[[Iterable[int]], None] | None = None
+        """Called with cold blocks that lost their content, besides what vLLM forgets of them."""
 
     def provide(self, blocks: int, max_slabs: int) -> None:
         """See `KvPool.ensure`: free blocks, at the cost of slabs first, then of cold blocks."""
@@ -66,7 +68,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         for block in blocks:
             assert (block.ref_cnt, block.block_hash) == (0, None), f"{block} is not free"
             block.ref_cnt = 1
-            self._kv_bytes[:, block.block_id].zero_()
+            self.kv_bytes[:, block.block_id].zero_()
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -113,9 +115,11 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         total = self.kv.free + self.kv.cold + self.kv.used
         return self.kv.used / total if total else 0.0
 
-    def _forget(self, blocks: Iterable[int]) -> None:
+    def _forget(self, blocks: Sequence[int]) -> None:
         """These blocks lost their content: no hash may lead to them."""
         self.evict_blocks(set(blocks))
+        if self.on_lost is not None:
+            self.on_lost(blocks)
 
 
 class ParkedScheduler(Scheduler):  # type: ignore[misc]

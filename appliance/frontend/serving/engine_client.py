@@ -251,6 +251,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             guide=_guide(sampling),
             together_tokens=self._siblings(request.request_id) * (len(prompt) + max_tokens),
             request_class=call.request_class,
+            images=_image_tokens(request),
         )
 
     def _check_pooled(self, call: Call, request: EngineCoreRequest) -> None:
@@ -344,6 +345,12 @@ def _check_listed(call: Call, request: EngineCoreRequest, siblings: int) -> None
     call.listed_tokens += listed
     if max(call.listed_tokens, listed * siblings) > MAX_LISTED_TOKENS:
         raise TooManyListed
+
+
+def _image_tokens(request: EngineCoreRequest) -> tuple[int, ...]:
+    """Tokens of each image in a prompt."""
+    features = request.mm_features or ()
+    return tuple([int(feature.mm_position.get_num_embeds()) for feature in features])
 
 
 def _check_images(request: EngineCoreRequest, siblings: int) -> None:

@@ -1,5 +1,5 @@
-"""Images that requests send, decoded for vLLM. Nothing is fetched from URLs, and no sound or film
-is read.
+"""Images that requests send, decoded for vLLM. Nothing is fetched here, and no sound or film is
+read.
 
 An image is decoded only if it was found and looked at in the call's body before
 (`appliance.frontend.images`). The threads that decode and prepare it belong to the call's turn.
@@ -19,7 +19,7 @@ from vllm.renderers import BaseRenderer
 
 from appliance.frontend.calls import current
 from appliance.frontend.image_files import FORMATS, MAX_PIXELS, BadImage, decoded_url
-from appliance.frontend.images import in_thread, key_of, threads
+from appliance.frontend.images import in_thread, key_of_url, threads
 
 CONNECTOR: Final = "refusing"
 """Its name, for `VLLM_MEDIA_CONNECTOR`."""
@@ -32,13 +32,15 @@ class RefusingConnector(MediaConnector):  # type: ignore[misc]
 
     async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
         call = current.get()
-        name = call.images.get(key_of(image_url.partition(",")[2]))
+        key = key_of_url(image_url)
+        name = call.images.get(key)
         if name is None:
             raise VLLMValidationError(
                 "images are read of the messages of one chat: send them there, and not in a batch "
                 "of chats, in what is only rendered, or in a stored response"
             )
-        return await in_thread(call, threads, _decoded, name, image_url, image_mode)
+        file = call.fetched.get(key)
+        return await in_thread(call, threads, _decoded, name, image_url, file, image_mode)
 
     def fetch_image(self, *_: Any, **__: Any) -> NoReturn:
         raise _refusal()
@@ -79,10 +81,12 @@ def prepare_in_turns(renderer: BaseRenderer) -> None:
     renderer._process_multimodal_async = prepare
 
 
-def _decoded(name: str, url: str, mode: str | None) -> Any:
-    """The image as vLLM has it: pixels, and the file. Raises `VLLMValidationError`."""
+def _decoded(name: str, url: str, file: bytes | None, mode: str | None) -> Any:
+    """The image as vLLM has it: pixels, and the file, which is in the URL if it was not fetched.
+    Raises `VLLMValidationError`."""
     try:
-        return ImageMediaIO(image_mode=mode).load_bytes(decoded_url(url))
+        file = decoded_url(url) if file is None else file
+        return ImageMediaIO(image_mode=mode).load_bytes(file)
     except BadImage as error:
         raise VLLMValidationError(f"{name}: {error}", parameter=name) from error
     except Exception as error:  # of Pillow's readers, which are many

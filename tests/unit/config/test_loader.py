@@ -429,3 +429,21 @@ def test_the_folder_of_models(models: Path, monkeypatch: pytest.MonkeyPatch) -> 
     none = load_config(write(models, GOOD + '[catalog]\nfolder = ""\n'))
 
     assert (beside.catalog.folder, none.catalog.folder) == (str(models / "here"), "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "wrong"),
+    [
+        ('image_hosts = ["a.org", "https://b.org/x"]', "api.image_hosts[1]", "is no host such as"),
+        ('image_hosts = ["*"]', "api.image_hosts[0]", "is no host such as"),
+        ('image_networks = ["10.0.0.1/8"]', "api.image_networks[0]", "has host bits set"),
+        ('image_networks = ["lan"]', "api.image_networks[0]", "does not appear to be"),
+    ],
+)
+def test_images_come_from_hosts_and_networks(
+    models: Path, setting: str, key: str, wrong: str
+) -> None:
+    problem = only_problem(models, f"[api]\n{setting}\n{GOOD}")
+
+    assert problem.key == key
+    assert wrong in problem.wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -17,13 +18,15 @@ def certify(
     name: str,
     password: bytes | None = None,
     key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | None = None,
+    hosts: Sequence[str] = (),
 ) -> tuple[str, str]:
-    """A self-signed certificate for this machine, and its key; their paths. Files of that name are
-    written over."""
+    """A self-signed certificate for this machine and these hosts, and its key; their paths. Files
+    of that name are written over."""
     key = key or ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
     address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    names = [address, *map(x509.DNSName, hosts)]
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -32,7 +35,7 @@ def certify(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(key, hashes.SHA256())
     )
     encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()

@@ -55,9 +55,10 @@ def shape(
     block_bytes: int = 300,
     windows: tuple[int, ...] = (),
     state_blocks: int = 0,
+    images: int = 0,
 ) -> KvShape:
     """With windows, all layers have some, and a step fills two blocks. With states, the prefix
-    cache keeps copies of them."""
+    cache keeps copies of them. A token of an image takes as much as one of KV, and more."""
     return KvShape(
         block_tokens=16,
         block_bytes=block_bytes,
@@ -68,6 +69,8 @@ def shape(
         step_blocks=2 if windows else 0,
         state_blocks=state_blocks,
         snapshot_blocks=state_blocks and state_blocks + 1,
+        image_token_bytes=20 if images else 0,
+        most_images=images,
     )
 
 
@@ -242,10 +245,11 @@ class ClusterDouble:
         output: int = 5,
         limit: int | None = None,
         kind: RequestClass = RequestClass.INTERACTIVE,
+        images: tuple[int, ...] = (),
     ) -> Life:
         """A request arrives that will produce `output` tokens."""
         limit = output if limit is None else limit
-        life = self.world.lives[name] = Life(model, prompt, output, limit)
+        life = self.world.lives[name] = Life(model, prompt, output, limit, images)
         spec = RequestSpec(
             id=name,
             model=model,
@@ -253,6 +257,7 @@ class ClusterDouble:
             max_tokens=limit,
             slo=SLO,
             request_class=kind,
+            images=images,
         )
         self.tell(RequestArrived(request=spec))
         return life

@@ -61,6 +61,7 @@ class Life:
     prompt_tokens: int
     output_tokens: int
     max_tokens: int
+    images: tuple[int, ...] = ()
     produced: int = 0
     outcome: str | None = None
     prefills: int = 0
@@ -417,7 +418,7 @@ class InstanceDouble:
             ]
         if life.outcome is None:
             tokens = life.prompt_tokens + life.produced
-            blocks = engine.model.kv.prompt_blocks(tokens)
+            blocks = engine.model.kv.prompt_blocks(tokens, life.images)
             grown = self._grow(command.model, command.request, blocks, command.kv_slabs, events)
             assert grown, "room for the prompt"
             life.prefills += 1

@@ -15,10 +15,13 @@ from appliance.access.auth import Access
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.engines.protocol import GuideRefused
 from appliance.gateway import sessions as gateway
+from appliance.gateway.remote_images import NotFetched
 from appliance.gateway.sessions import FrontEndLost, FrontSettings, NoFrontEnd, Sessions
 from appliance.service.front_frames import (
     Catalogue,
     Entered,
+    FetchedImage,
+    FetchImage,
     FrontModel,
     ModelRefused,
     Output,
@@ -809,3 +812,60 @@ async def test_a_line_that_is_given_up_is_stopped(house: House) -> None:
     assert front.heard(StopRun) == [StopRun(line.call)]
     assert generation.reason is FinishReason.CANCELLED
     assert front.session.calls == 0
+
+
+class Fetching:
+    """In place of what fetches images: waits until it is told."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def fetch(self, owner: str, url: str) -> bytes:
+        self.asked.append((owner, url))
+        return await self.answer
+
+
+async def test_images_are_fetched_for_a_call(house: House) -> None:
+    """One at a time, in the name of its key; what is refused is said in the fetcher's words."""
+    secret = house.add("alice")
+    sessions = house.sessions()
+    front = FrontDouble(sessions)
+    fetching = sessions.remote_images = Fetching()  # type: ignore[assignment]
+    call = front.call(secret)
+    for url in ("https://a/1", "https://a/2"):
+        front.say(FetchImage(call=call, url=url))
+    await settled()
+    fetching.answer.set_result(b"file")
+    await settled()
+    fetching.answer = asyncio.get_running_loop().create_future()
+    fetching.answer.set_exception(NotFetched("it is too large"))
+    front.say(FetchImage(call=call + 1, url="https://a/3"))
+    front.say(FetchImage(call=call, url="https://a/4"))
+    await settled()
+    assert [(frame.file, frame.refused) for frame in front.heard(FetchedImage)] == [
+        (b"", "another one is being fetched"),
+        (b"file", ""),
+        (b"", "it is too large"),
+    ]
+    (owner,) = {owner for owner, _ in fetching.asked}
+    assert owner == digest(secret)
+    assert [url for _, url in fetching.asked] == ["https://a/1", "https://a/4"]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_call_that_is_over_fetches_nothing(house: House, dies: bool) -> None:
+    """Its client hung up, or its front end died."""
+    sessions = house.sessions()
+    front = FrontDouble(sessions)
+    fetching = sessions.remote_images = Fetching()  # type: ignore[assignment]
+    call = front.call()
+    front.say(FetchImage(call=call, url="https://a/1"))
+    await settled()
+    if dies:
+        front.die()
+    else:
+        front.leave(call)
+    await settled()
+    assert fetching.answer.cancelled()
+    assert front.heard(FetchedImage) == []

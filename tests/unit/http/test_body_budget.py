@@ -185,6 +185,23 @@ async def test_operators_see_what_comes_in() -> None:
     ] == [("/v1/completions", "alice", 9, 2.5), ("/v1/completions", "alice", 3, 2.5)]
 
 
+async def test_what_is_kept_with_a_body_counts() -> None:
+    """Until the request is answered; what is too much ends the request."""
+    budget = BodyBudget(MOST, free_bytes=0)
+    one, other = Sender(budget, "alice"), Sender(budget, "bob")
+    for sender in (one, other):
+        sender.send(10, more=False)
+        await sender.read()
+    one.held.keep(50)
+    assert budget.held_bytes == 70
+    with pytest.raises(BodiesFull):
+        one.held.keep(50)
+    other.held.keep(60)
+    one.answered()
+    other.answered()
+    assert budget.held_bytes == 0
+
+
 # --- what the core answers -----------------------------------------------------------------------
 
 

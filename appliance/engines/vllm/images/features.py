@@ -85,17 +85,17 @@ _KINDS: Final[Mapping[str, Callable[[Item, Any], tuple[MultiModalKwargsItem, int
 
 
 def checked(
-    features: Sequence[MultiModalFeatureSpec], tokens: int, most: int, config: Any, salt: str
+    features: Sequence[MultiModalFeatureSpec], tokens: int, most: int, config: Any, owner: str
 ) -> list[MultiModalFeatureSpec]:
     """The images of a prompt of so many tokens, for a model of transformers' configuration that
-    takes at most so many. Prompts with another `salt` share nothing with them. Raises `ValueError`
+    takes at most so many. Prompts of another `owner` share nothing with them. Raises `ValueError`
     that says what is wrong with which."""
     if len(features) > most:
         raise ValueError(f"{len(features)} images in a prompt, more than the {most} of `images`")
     made, end = [], 0
     for number, feature in enumerate(features):
         try:
-            made.append(_checked(feature, end, tokens, config, salt))
+            made.append(_checked(feature, end, tokens, config, owner))
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"image {number}: {error}") from error
         end = made[-1].mm_position.offset + made[-1].mm_position.length
@@ -103,7 +103,7 @@ def checked(
 
 
 def _checked(
-    feature: MultiModalFeatureSpec, start: int, tokens: int, config: Any, salt: str
+    feature: MultiModalFeatureSpec, start: int, tokens: int, config: Any, owner: str
 ) -> MultiModalFeatureSpec:
     if feature.modality != MODALITY:
         raise ValueError(f"{feature.modality!r} is not an image")
@@ -129,7 +129,7 @@ def _checked(
         modality=MODALITY,
         # What the encoder made is shared by this name. Outputs of two sizes never have the same,
         # whatever a front end calls them.
-        identifier=f"{embeddings}:{feature.identifier}:{salt}",
+        identifier=f"{embeddings}:{feature.identifier}:{owner}",
         mm_position=PlaceholderRange(place.offset, place.length, mask),
         mm_hash=feature.mm_hash,
     )

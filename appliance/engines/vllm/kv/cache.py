@@ -7,7 +7,7 @@ once its own copies are in, and blocks that were swapped out are free once their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm.v1.request import Request
 
@@ -47,6 +47,8 @@ class KvCache:
             windows=tuple(table.window for table in placement.tables if table.window),
             step_blocks=max((t.step_blocks for t in placement.tables if t.window), default=0),
             snapshot_blocks=scheduler.snapshots.blocks if scheduler.snapshots is not None else 0,
+            image_token_bytes=placement.image_token_bytes,
+            most_images=placement.most_images,
         )
         self.region = placement.region
         self.addresses = range(
@@ -74,10 +76,17 @@ class KvCache:
         except PoolExhausted as exhausted:
             raise KvExhausted(f"{self._model}: {exhausted}") from exhausted
 
-    def begin(self, request: Request, kv_slabs: int) -> None:
+    def begin(
+        self,
+        request: Request,
+        kv_slabs: int,
+        hold_more: Callable[[Request, Callable[[int], None]], None],
+    ) -> None:
         """Take blocks for the prompt of a request that has none: for all its tokens, or as many as
         are held of it at once where layers attend to windows. Tokens found in the prefix cache
-        count as computed, and compute comes after their KV is in. Raises `KvExhausted`."""
+        count as computed, and compute comes after their KV is in. `hold_more` then takes what the
+        prompt needs besides KV, and is given what makes so many blocks free for that. Raises
+        `KvExhausted`, with nothing taken."""
         tokens = request.num_tokens
         cached = self._hold(request, tokens, kv_slabs, [*self._prompts.values()])
         request.num_computed_tokens = cached
@@ -87,6 +96,17 @@ class KvCache:
                 self._device.wait(arriving)
         # They are its own from here on: requests that decode meanwhile take theirs, too.
         self._states.place(request.request_id, self._scheduler.fill(request, tokens, cached))
+
+        def provide(blocks: int) -> None:
+            """Besides those that prompts that have begun are to take."""
+            self.provide(blocks + self._scheduler.needed((), self._prompts.values()), kv_slabs)
+
+        try:
+            hold_more(request, provide)
+        except BaseException:
+            self._device.settle()  # blocks that are being emptied may be unmapped at once
+            self.withdraw(request)
+            raise
 
     def prepare(self, batch: Sequence[Request], prompts: Sequence[Request], kv_slabs: int) -> None:
         """Have blocks for a step of requests that decode, and of prompts that have begun; where

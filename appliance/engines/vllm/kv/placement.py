@@ -63,10 +63,15 @@ class KvPlacement:
         max_context: int,
         device: Device,
         on_loaded: Callable[[torch.nn.Module], PlacedWeights],
+        most_images: int = 0,
+        image_token_bytes: int = 0,
     ) -> None:
         """A request of `max_context` tokens always has addresses. `on_loaded` gives the parameters
-        of the model, once it is built, their own."""
+        of the model, once it is built, their own. A prompt has at most so many images, and what the
+        encoder makes of each of their tokens has so many bytes."""
         self.device = device
+        self.most_images = most_images
+        self.image_token_bytes = image_token_bytes
         self.kv_layers = 0
         """Layers of a block table; of the longest one, if there are several."""
         self.tables: list[KvTable] = []

@@ -87,6 +87,34 @@ def test_a_prompt_waits_until_its_kv_has_room(policy: str) -> None:
     assert cluster.commands(MoveKv) == []
 
 
+@pytest.mark.parametrize("images", [(), (150,)])
+def test_a_prompt_waits_until_its_images_have_room(images: tuple[int, ...]) -> None:
+    """Next to its KV, for as long as it is computed; then they take none."""
+    cluster = ClusterDouble({"a": ModelDouble(4, shape(images=1))}, slabs=4 + 14, max_context=160)
+    cluster.start()
+    cluster.settle()
+    cluster.up[0].steps_per_turn = 10_000
+    lives = [cluster.ask("r0", "a", prompt=100, output=40)]
+    cluster.work_until(0, lambda: bool(cluster.turns()))
+    lives.append(cluster.ask("r1", "a", prompt=150, output=10, images=images))
+    cluster.settle()
+
+    assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 2
+    assert started_before_the_end(cluster, "r1", "r0") is not bool(images)
+    assert cluster.commands(MoveKv) == []
+
+
+def test_images_that_never_have_room() -> None:
+    """A model is not served whose longest prompt has no room if all of it are images."""
+    for images, slabs in ((0, 8), (1, 18), (6, 20)):
+        for more in (0, -1):
+            models = {"a": ModelDouble(4, shape(images=images))}
+            cluster = ClusterDouble(models, slabs=4 + slabs + more, max_context=256)
+            cluster.start()
+            cluster.settle()
+            assert bool(cluster.machine.failed) is bool(more)
+
+
 def test_a_policy_sees_that_a_prompt_waits_for_room() -> None:
     """As long as it does, so that it need not end a turn for it: the machine does."""
     cluster = small_box(policy="aegaeon")
