@@ -481,6 +481,15 @@ class ModelChanged(Event, frozen=True, kw_only=True):
     draining: bool
 
 
+class ImageHeld(Event, frozen=True, kw_only=True):
+    """Workers are about to write to a model's master image, which stays meanwhile; or, not `held`,
+    they have. If it is `stale`, none of them could, and none loads from it: it goes."""
+
+    model: ModelName
+    held: bool
+    stale: bool = False
+
+
 class ModelLoadRequested(Event, frozen=True, kw_only=True):
     """An operator wants the model's weights on a device, before a request asks for it."""
 
@@ -695,6 +704,7 @@ AnyEvent: TypeAlias = (
     | KvSpilled
     | KvRestored
     | ModelChanged
+    | ImageHeld
     | ModelLoadRequested
     | ModelEvictRequested
     | ModelAdded

@@ -32,6 +32,8 @@ OPERATOR_MARK: Final = "appliance.operator"
 
 _OPEN: Final = frozenset({"/livez", "/readyz", "/health", "/version", "/api/version", "/"})
 _METRICS: Final = "/metrics"
+_CHANGE_ADAPTERS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""vLLM's, which read files and change what is served."""
 _INFER: Final = frozenset(
     {
         # Ollama's; everything else below /api is an operator's.
@@ -48,6 +50,8 @@ def scope_of(path: str) -> KeyScope | None:
     """
     if path in _OPEN:
         return None
+    if path in _CHANGE_ADAPTERS:
+        return KeyScope.ADMIN
     infers = path in _INFER or path.startswith("/v1/") or is_front_path(path)
     return KeyScope.INFER if infers else KeyScope.ADMIN
 

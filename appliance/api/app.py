@@ -8,6 +8,7 @@ from litestar import Litestar
 
 from appliance.access.admission import Admission
 from appliance.access.auth import Access, Authentication
+from appliance.api.admin.adapters import adapter_routes
 from appliance.api.admin.catalog import catalogue_routes
 from appliance.api.admin.config import config_routes, log_routes
 from appliance.api.admin.events import event_routes
@@ -85,6 +86,7 @@ def create_app(
             *model_admin_routes(service, settings),
             *([] if settings is None else config_routes(service, settings)),
             *([] if settings is None else catalogue_routes(service, settings)),
+            *([] if settings is None else adapter_routes(service, settings)),
             *log_routes(),
             *event_routes(service, keep_alive_seconds),
             *watch_routes(service, keep_alive_seconds),

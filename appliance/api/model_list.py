@@ -6,16 +6,13 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
-from litestar import Request, get, post
+from litestar import Request, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
-from appliance.http.errors import ApiError
 from appliance.http.json import json_answer
 from appliance.service.interface import Inference, ModelCard, ModelNotFound
-
-_ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 LATEST: Final = ":latest"
 """Ollama's clients know every model by this tag, and some ask for it here."""
@@ -36,21 +33,7 @@ def model_routes(service: Inference) -> list[HTTPRouteHandler]:
         card = _find(service, name.removeprefix("/"))
         return json_answer(_anthropic(card) if _is_anthropic(request) else _model(card))
 
-    return [models, model, *map(_refusal, _ADAPTERS)]
-
-
-def _refusal(path: str) -> HTTPRouteHandler:
-    """An endpoint of vLLM's that the appliance has not."""
-
-    @post(path, include_in_schema=False)
-    async def refuse() -> ASGIResponse:
-        raise ApiError(
-            404,
-            f"{path} is not supported: adapters are tables [[model.adapter]] of the configuration; "
-            "POST /api/models adds a model with its adapters",
-        )
-
-    return refuse
+    return [models, model]
 
 
 def _find(service: Inference, name: str) -> ModelCard:

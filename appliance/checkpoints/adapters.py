@@ -33,6 +33,7 @@ from appliance.vocabulary import Task
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SEPARATOR: Final = ":"
 """Between the name of a model and that of its adapter, in what clients call the two together."""
 
@@ -75,6 +76,16 @@ class AdapterPlace(msgspec.Struct, frozen=True):
 
     name: str
     path: str
+    slot: int = 0
+    """Which of its base's places it is in, from 0."""
+
+
+class AdapterRoom(msgspec.Struct, frozen=True):
+    """What a base has for adapters that come while it serves: `slots` places in every linear
+    layer, each for a rank up to `rank`."""
+
+    slots: int
+    rank: int
 
 
 class UnsupportedAdapter(CheckpointError):
@@ -103,6 +114,67 @@ class Adapter:
     file: WeightFile
     layers: Mapping[str, LowRank]
 
+    @property
+    def identity(self) -> str:
+        """Its path and what tells its weights from others that lay there, or will."""
+        return f"{self.place.path}@{self.file.inode}.{self.file.mtime_ns}"
+
+
+class LayerShape(NamedTuple):
+    """What a layer has for each adapter: A [rank, columns] and B [rows, rank]."""
+
+    rank: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStacks:
+    """Where a base's adapters lie: `slots` places in each of the layers that have any."""
+
+    slots: int
+    layers: Mapping[str, LayerShape]
+
+    @classmethod
+    def plan(
+        cls, adapters: Sequence[Adapter], config: ModelConfig, room: AdapterRoom | None
+    ) -> AdapterStacks:
+        """With `room`, what it says, whatever the adapters are; without, what they need, each of
+        them a place of the largest rank that one has in a layer.
+
+        Raises `UnsupportedAdapter` for one that has no place in the room, `CheckpointError`.
+        """
+        slots = room.slots if room is not None else len(adapters)
+        taken = {adapter.place.slot for adapter in adapters}
+        assert len(taken) == len(adapters), f"adapters share places: {taken}"
+        assert taken <= set(range(slots)), f"there are {slots} places, not {taken}"
+        if room is None:
+            return cls(slots, _needed(adapters))
+        linear = {
+            name.removesuffix(".weight"): shape
+            for name, shape in _shapes(config).items()
+            if _is_linear(name, shape)
+        }
+        for adapter in adapters:
+            for name, low in adapter.layers.items():
+                if low.rank > room.rank:
+                    raise UnsupportedAdapter(
+                        f"{adapter.file.path}: {name} has rank {low.rank}, more than max_lora_rank "
+                        f"({room.rank}) of the base"
+                    )
+        return cls(
+            slots,
+            {name: LayerShape(room.rank, *shape) for name, shape in linear.items()},
+        )
+
+    def nbytes(self, element_bytes: int) -> int:
+        """What they take next to the base's weights."""
+        elements = sum(rank * (rows + columns) for rank, rows, columns in self.layers.values())
+        return self.slots * elements * element_bytes
+
+
+NO_STACKS: Final = AdapterStacks(0, {})
+
 
 def full_name(base: str, adapter: str) -> str:
     """What clients call a model with an adapter."""
@@ -125,9 +197,13 @@ def read_adapters(
     if not places:
         return ()
     check_base(config, task=task, ranks=ranks, cuda=cuda)
-    tensors = [tensor for file in weight_files(config.path) for tensor in read_header(file).tensors]
-    shapes = quantization.linear_shapes(config, tensors)
+    shapes = _shapes(config)
     return tuple(_read(place, shapes) for place in places)
+
+
+def check_adapter_config(folder: Path) -> None:
+    """Raise `UnsupportedAdapter` for an adapter whose configuration is not supported."""
+    _Settings(folder, _read_config(folder))
 
 
 def check_base(config: ModelConfig, *, task: Task, ranks: int, cuda: bool) -> None:
@@ -148,25 +224,24 @@ def check_base(config: ModelConfig, *, task: Task, ranks: int, cuda: bool) -> No
     raise UnsupportedAdapter(f"{config.path}: {why}")
 
 
-def stacked_ranks(adapters: Iterable[Adapter]) -> dict[str, int]:
-    """The largest rank of each layer that any of the adapters changes, by the layer's name."""
-    ranks: dict[str, int] = {}
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the weights of a base, by the layer's name."""
+    tensors = [tensor for file in weight_files(config.path) for tensor in read_header(file).tensors]
+    return quantization.linear_shapes(config, tensors)
+
+
+def _needed(adapters: Iterable[Adapter]) -> dict[str, LayerShape]:
+    """The layers that any of the adapters changes, with the largest rank of each."""
+    layers: dict[str, LayerShape] = {}
     for adapter in adapters:
         for name, low in adapter.layers.items():
-            ranks[name] = max(ranks.get(name, 0), low.rank)
-    return ranks
+            rank = max(layers[name].rank if name in layers else 0, low.rank)
+            layers[name] = LayerShape(rank, low.b.shape[0], low.a.shape[1])
+    return layers
 
 
-def adapter_bytes(adapters: Sequence[Adapter], element_bytes: int) -> int:
-    """What adapters take next to the base's weights: each has a place in every layer that one of
-    them changes, of that layer's largest rank."""
-    widths = {
-        name: low.a.shape[1] + low.b.shape[0]
-        for adapter in adapters
-        for name, low in adapter.layers.items()
-    }
-    elements = sum(rank * widths[name] for name, rank in stacked_ranks(adapters).items())
-    return len(adapters) * elements * element_bytes
+def _is_linear(layer: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and layer.rpartition(".")[2] not in _EMBEDDINGS
 
 
 def _read(place: AdapterPlace, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
@@ -207,7 +282,7 @@ def _read(place: AdapterPlace, shapes: Mapping[str, tuple[int, ...]]) -> Adapter
 def _check_layer(
     file: Path, name: str, low: LowRank, rank: int, base: tuple[int, ...] | None
 ) -> None:
-    if base is None or len(base) != 2 or name.rpartition(".")[2] in _EMBEDDINGS:
+    if base is None or not _is_linear(name, base):
         raise UnsupportedAdapter(f"{file}: {name} is no linear layer of the base")
     wanted = ((rank, base[1]), (base[0], rank))
     if (low.a.shape, low.b.shape) != wanted:

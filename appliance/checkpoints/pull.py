@@ -1,4 +1,5 @@
-"""Fetching a checkpoint into the folder of models: from a directory, an archive, or a hub.
+"""Fetching a checkpoint, or a LoRA adapter, into the folder of models: from a directory, an
+archive, or a hub.
 
     SOURCE --files--> FOLDER/.NAME.part --verified, synced--> FOLDER/NAME
 
@@ -14,12 +15,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from appliance.checkpoints import delete
+from appliance.checkpoints.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_NAME,
+    ADAPTER_WEIGHTS,
+    check_adapter_config,
+    full_name,
+)
 from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
 from appliance.checkpoints.checksums import SUMS, read_sums
 from appliance.checkpoints.families import check_family
@@ -44,6 +52,13 @@ _ORIGIN: Final = ".origin"
 """In the part: what it is a part of. In the model: what it came from."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 """As in the configuration."""
+
+T = TypeVar("T")
+
+
+Check = Callable[[str, Path, Tell], T]
+"""What is to be found out of a folder that has a name, once it is whole; tells of it. Raises
+`CheckpointError`."""
 
 
 class Pulled(NamedTuple):
@@ -70,28 +85,60 @@ def pull(
     model = name or found.name
     if not _NAME.fullmatch(model):
         raise PullError(f"{model!r} cannot be a model's name: give another one")
+    path, entry = _pull(_Pull(source, found, model), folder, _verified, link=link, tell=tell)
+    return Pulled(model, path, entry)
+
+
+def pull_adapter(
+    source: str, folder: Path | None, base: str, name: str = "", *, link: bool = False, tell: Tell
+) -> tuple[str, Path]:
+    """The same with a LoRA adapter of the model `base`, which clients call ``base:name``. Whether
+    it fits the base is found out when it is added. Returns its name and its folder."""
+    found = find_source(source)
+    own = name or found.name.rpartition("/")[2]
+    if not ADAPTER_NAME.fullmatch(own):
+        raise PullError(f"{own!r} cannot be an adapter's name: give another one")
+    what = _Pull(source, found, full_name(base, own), adapter=True)
+    path, _ = _pull(what, folder, _verified_adapter, link=link, tell=tell)
+    return own, path
+
+
+class _Pull(NamedTuple):
+    """What is pulled, and what it is to be called."""
+
+    text: str
+    source: Source
+    name: str
+    adapter: bool = False
+
+
+def _pull(
+    what: _Pull, folder: Path | None, check: Check[T], *, link: bool, tell: Tell
+) -> tuple[Path, T]:
+    """Have it in the folder, or where it is, and checked."""
     if link:
-        if found.directory is None:
-            raise PullError(f"{source} is no directory, which alone can be used in place")
-        return Pulled(model, found.directory, _verified(model, found.directory, tell))
+        directory = what.source.directory
+        if directory is None:
+            raise PullError(f"{what.text} is no directory, which alone can be used in place")
+        return directory, check(what.name, directory, tell)
     if folder is None:
         raise PullError("there is no folder for models: set catalog.folder, or give --dir")
-    target = folder / folder_name(model)
+    target = folder / folder_name(what.name)
     if target.exists():
-        if not _came_from(source, found, target, tell):
+        if not _came_from(what.text, what.source, target, tell):
             raise PullError(f"{target} is there already: give another name, or remove it first")
         delete.take_back(target)
-        return Pulled(model, target, _verified(model, target, tell))
+        return target, check(what.name, target, tell)
     with _part(folder / f".{target.name}.part") as part:
-        _fetch(source, found, part, tell)
+        _fetch(what, part, tell)
         _drop_foreign_sums(part)
-        entry = _verified(model, part, tell)
+        found = check(what.name, part, tell)
         shutil.rmtree(part / ".hub", ignore_errors=True)
         sync(part)
         delete.take_back(target)  # of another that had the name
         part.rename(target)
     sync(folder)
-    return Pulled(model, target, entry)
+    return target, found
 
 
 def folder_name(model: str) -> str:
@@ -114,13 +161,21 @@ def _part(path: Path) -> Iterator[Path]:
         os.close(held)
 
 
-def _fetch(text: str, source: Source, part: Path, tell: Tell) -> None:
+def _fetch(what: _Pull, part: Path, tell: Tell) -> None:
+    text, source = what.text, what.source
     if not _is_of(source, part):
         for old in part.iterdir():  # of another source, or of this one as it was
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         (part / _ORIGIN).write_text(_origin(source), encoding="utf-8")
     listing = source.listing()
     taken, left_out = chosen(text, listing)
+    if what.adapter and ADAPTER_CONFIG not in taken:
+        raise PullError(f"{text} has no {ADAPTER_CONFIG}: that is no LoRA adapter")
+    if ADAPTER_CONFIG in taken and CONFIG not in taken and not what.adapter:
+        raise PullError(
+            f"{text} has {ADAPTER_CONFIG} and no {CONFIG}: that is a LoRA adapter; pull it with "
+            "--adapter-of MODEL"
+        )
     for name in left_out:
         tell(Progress("left out", name))
     _drop_foreign_files(part, set(taken))
@@ -131,10 +186,12 @@ def _fetch(text: str, source: Source, part: Path, tell: Tell) -> None:
     if needed > room:
         raise PullError(f"{text} takes {human(needed)}; {human(room)} are free on {part.parent}")
     # First what says whether it can be served, CONFIG last: the weights may take hours.
-    first = [name for name in (QUANTIZATION_FILE, CONFIG) if name in taken]
+    first = [name for name in (ADAPTER_CONFIG, QUANTIZATION_FILE, CONFIG) if name in taken]
     for wanted in source.wanted([*first, *(name for name in taken if name not in first)]):
         _take(wanted, part, tell)
-        if wanted.name == CONFIG:
+        if wanted.name == ADAPTER_CONFIG:
+            check_adapter_config(part)
+        elif wanted.name == CONFIG and not what.adapter:
             check_family(read_model_config(part))
 
 
@@ -222,6 +279,17 @@ def _verified(model: str, path: Path, tell: Tell) -> CatalogEntry:
                 raise CheckpointError(f"{path / file} lacks {tensor}, which {index.name} names")
     verify_sums(path)
     return entry
+
+
+def _verified_adapter(name: str, path: Path, tell: Tell) -> None:
+    """The same of an adapter."""
+    tell(Progress("verifying"))
+    check_adapter_config(path)
+    try:
+        read_header(path / ADAPTER_WEIGHTS)
+    except FileNotFoundError as error:
+        raise PullError(f"{name} has no {ADAPTER_WEIGHTS}") from error
+    verify_sums(path)
 
 
 def _drop_foreign_sums(part: Path) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import click
 import httpx
 
+from appliance.checkpoints.adapters import SEPARATOR
 from appliance.checkpoints.language_models import MEDIA
 from appliance.cli.output import json_option, print_json
 from appliance.client import ANSWER_SECONDS, call, checked, connect, get, unreachable, url_option
@@ -146,6 +147,7 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
             * bool(facts["state_bytes"])
         ),
         ("batch", f"at most {facts['max_batch']} requests"),
+        *_adapters(facts),
         ("files", facts["path"]),
     ]
 
@@ -155,6 +157,16 @@ def _weights(facts: dict[str, Any]) -> str:
     if stored := facts.get("multiplied"):
         return f"{nbytes}, in {facts['dtype']}; its files have them in {stored}"
     return nbytes
+
+
+def _adapters(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Those that a model has, and whether others may come."""
+    names, places = facts["adapters"], facts["max_loras"]
+    if not places:
+        return []
+    rank = facts["max_lora_rank"]
+    room = f"{len(names)} of {places} places, for ranks up to {rank}" if rank else "a fixed list"
+    return [("adapters", f"{', '.join(names) or 'none'} ({room})")]
 
 
 def _terms(terms: dict[str, Any]) -> list[tuple[str, str]]:
@@ -199,8 +211,13 @@ POLL_SECONDS = 0.2
 @json_option
 def rm(model: str, force: bool, keep_files: bool, yes: bool, url: str, as_json: bool) -> None:
     """Take MODEL from the catalogue, now and for good, and delete its files if they are in the
-    folder of models. New requests are refused at once; live ones go on to their ends before."""
+    folder of models. New requests are refused at once; live ones go on to their ends before.
+
+    MODEL:ADAPTER is a LoRA adapter of a model with room for some; its files stay."""
     path = f"/api/models/{quote(model)}"
+    if (base := _base_of_adapter(url, model)) is not None:
+        _remove_adapter(url, base, model, force=force, as_json=as_json)
+        return
     found = get(url, path)
     if not yes and sys.stdin.isatty():
         live = found["running"] + found["waiting"]
@@ -215,6 +232,23 @@ def rm(model: str, force: bool, keep_files: bool, yes: bool, url: str, as_json: 
         return
     left = "its files are deleted" if removal["files"] else f"its files stay in {_path(found)}"
     click.echo(f"{model} is gone; {left}")
+
+
+def _base_of_adapter(url: str, name: str) -> str | None:
+    """The model that has an adapter of this full name, if one has."""
+    for model in get(url, "/api/models")["models"]:
+        if name in (model["facts"] or {}).get("adapters", ()):
+            return str(model["model"])
+    return None
+
+
+def _remove_adapter(url: str, base: str, full: str, *, force: bool, as_json: bool) -> None:
+    own = full.removeprefix(f"{base}{SEPARATOR}")
+    path = f"/api/models/{quote(base)}/adapters/{quote(own)}"
+    removal = call("DELETE", url, f"{path}?force={str(force).lower()}")
+    live = removal["live"]
+    more = f"; {live} requests go on to their ends" if live else "; its files stay"
+    _report(removal, as_json, f"{full} takes no new requests{more}")
 
 
 def _path(found: dict[str, Any]) -> str:

@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
+from appliance.checkpoints.adapters import full_name
 from appliance.checkpoints.pull import pull as fetch
+from appliance.checkpoints.pull import pull_adapter as fetch_adapter
 from appliance.checkpoints.sources import Progress, Tell, find_source
 from appliance.client import (
     ANSWER_SECONDS,
@@ -40,6 +42,10 @@ from appliance.units import human
     "--dir", "folder", type=click.Path(file_okay=False, path_type=Path),
     help="The folder of models; by default the daemon's (catalog.folder).",
 )  # fmt: skip
+@click.option(
+    "--adapter-of", "base", metavar="MODEL",
+    help="It is a LoRA adapter of MODEL, which has room for it (max_loras).",
+)  # fmt: skip
 @click.option("--link", is_flag=True, help="Use the directory SOURCE where it is; copy nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each step.")
 @click.option("--no-add", is_flag=True, help="Do not have the daemon serve it.")
@@ -58,6 +64,7 @@ def pull(
     source: str,
     name: str,
     folder: Path | None,
+    base: str | None,
     link: bool,
     as_json: bool,
     no_add: bool,
@@ -66,8 +73,8 @@ def pull(
     tool_parser: str | None,
     url: str,
 ) -> None:
-    """Fetch a model from SOURCE: a directory, an archive (.tar, .tar.gz, .tgz, .zip), or
-    ORG/MODEL[@REVISION] of a hub.
+    """Fetch a model, or a LoRA adapter, from SOURCE: a directory, an archive (.tar, .tar.gz, .tgz,
+    .zip), or ORG/MODEL[@REVISION] of a hub.
 
     The running daemon serves it then, and after a restart. It is verified, and is in the folder of
     models as a whole or not at all. A pull that breaks off goes on where it stopped when it is
@@ -75,24 +82,65 @@ def pull(
     if folder is None and not link:
         configured = get(url, "/api/config")["config"]["catalog"]["folder"]
         folder = Path(configured) if configured else None
-    try:
+    terms = {"max_context": max_context, "dtype": dtype, "tool_parser": tool_parser}
+    chosen = {key: value for key, value in terms.items() if value is not None}
+    if base is not None:
+        if chosen:
+            fail(f"--{next(iter(chosen)).replace('_', '-')} is the model's, not an adapter's", 2)
+        _pull_adapter(source, name, base, folder, url, link=link, as_json=as_json, no_add=no_add)
+        return
+    with _failing(source):
         if not no_add:
             _check_free(url, name or find_source(source).name)
         with _telling(as_json) as tell:
             pulled = fetch(source, folder, name, link=link, tell=tell)
+    if not no_add:
+        call("POST", url, "/api/models", {"name": pulled.name, "path": str(pulled.path), **chosen})
+    _report(pulled.name, pulled.path, as_json=as_json, added=not no_add)
+
+
+def _pull_adapter(
+    source: str,
+    name: str,
+    base: str,
+    folder: Path | None,
+    url: str,
+    *,
+    link: bool,
+    as_json: bool,
+    no_add: bool,
+) -> None:
+    """What costs much comes last: whether the model has room is asked first."""
+    if not no_add:
+        facts = get(url, f"/api/models/{quote(base)}")["facts"]
+        if len(facts["adapters"]) >= facts["max_loras"] or not facts["max_lora_rank"]:
+            fail(
+                f"{base} has no room for another adapter: {len(facts['adapters'])} of "
+                f"{facts['max_loras']} places are taken; see max_loras in docs/adapters.md"
+            )
+    with _failing(source), _telling(as_json) as tell:
+        own, path = fetch_adapter(source, folder, base, name, link=link, tell=tell)
+    if not no_add:
+        call("POST", url, f"/api/models/{quote(base)}/adapters", {"name": own, "path": str(path)})
+    _report(full_name(base, own), path, as_json=as_json, added=not no_add)
+
+
+@contextmanager
+def _failing(source: str) -> Iterator[None]:
+    """Ends the command if the source cannot be pulled."""
+    try:
+        yield
     except (PullError, CheckpointError) as error:
         fail(str(error))
     except OSError as error:
         fail(f"{source} cannot be pulled: {error}")
-    if not no_add:
-        keys: dict[str, object] = {"name": pulled.name, "path": str(pulled.path)}
-        keys |= {"max_context": max_context, "dtype": dtype, "tool_parser": tool_parser}
-        call("POST", url, "/api/models", {k: v for k, v in keys.items() if v is not None})
+
+
+def _report(name: str, path: Path, *, as_json: bool, added: bool) -> None:
     if as_json:
-        _print_line({"status": "success", "model": pulled.name, "path": str(pulled.path)})
+        _print_line({"status": "success", "model": name, "path": str(path)})
         return
-    served = "" if no_add else ", and is served"
-    click.echo(f"{pulled.name} is in {pulled.path}{served}")
+    click.echo(f"{name} is in {path}{', and is served' * added}")
 
 
 def _check_free(url: str, name: str) -> None:

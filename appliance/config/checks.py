@@ -49,6 +49,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_reach(config.api, report)
     _check_root_path(config.api, report)
     _check_devices(config.devices, report)
+    _check_codec(config, report)
     _check_telemetry(config.telemetry, report)
     _check_policies(config.policy, report)
     _check_image_hosts(config.api, report)
@@ -145,12 +146,13 @@ def _check_devices(devices: Devices, report: ProblemReport) -> None:
             f"is smaller than a slab of {human(slab)}{runtime}",
             "make it larger",
         )
-    if devices.host_cache_codec != "none":
-        _check_codec(devices, report)
 
 
-def _check_codec(devices: Devices, report: ProblemReport) -> None:
+def _check_codec(config: Config, report: ProblemReport) -> None:
     """What cannot be together with weights that are encoded in the host cache."""
+    devices = config.devices
+    if devices.host_cache_codec == "none":
+        return
     for found, wrong, remedy in (
         (devices.cuda, "weights are not decoded on GPUs yet", 'devices.kind = "cpu"'),
         (devices.images, "images on disk are those of plain weights", "no devices.images"),
@@ -158,6 +160,11 @@ def _check_codec(devices: Devices, report: ProblemReport) -> None:
             devices.tensor_parallel > 1,
             "ranks share the slabs of an image, and would need different numbers of them",
             "devices.tensor_parallel = 1",
+        ),
+        (
+            any(model.max_loras for model in config.models),
+            "adapters that come while a model serves are written into plain weights",
+            "no max_loras",
         ),
     ):
         if found:
@@ -200,6 +207,13 @@ def _check_adapter_names(
             ("model", index, "adapter"),
             f"{model.name} has {len(model.adapters)} adapters, more than {MAX_ADAPTERS}",
             "divide them among two models with the same checkpoint",
+        )
+    elif 0 < model.max_loras < len(model.adapters):
+        report.add(
+            ("model", index, "adapter"),
+            f"{model.name} has {len(model.adapters)} adapters, more than max_loras "
+            f"({model.max_loras})",
+            "set max_loras to so many, or leave some out",
         )
     for number, adapter in enumerate(model.adapters):
         at = ("model", index, "adapter", number, "name")
@@ -331,7 +345,7 @@ def _check_drafts(
                 on_cpu=not devices.cuda,
                 ranks=devices.tensor_parallel,
                 images=model.images,
-                adapters=bool(model.adapters),
+                adapters=bool(model.adapters or model.max_loras),
             )
         except UnsupportedModel as error:
             report.add(("model", index, "speculate"), error.wrong, error.remedy)

@@ -49,6 +49,19 @@ def joining_models(running: Config, found: Config) -> list[Model]:
     return [model for model in found.models if model.name not in known]
 
 
+def exchanging_models(running: Config, found: Config) -> set[ModelName]:
+    """Models whose adapters a reload exchanges: they have room for others, the same as before."""
+    known = {model.name: model for model in running.models}
+    return {
+        model.name
+        for model in found.models
+        if (old := known.get(model.name)) is not None
+        and old.max_loras
+        and (old.max_loras, old.max_lora_rank) == (model.max_loras, model.max_lora_rank)
+        and old.adapters != model.adapters
+    }
+
+
 def _moving(running: Config, found: Config) -> set[ModelName]:
     """Models that a reload adds or takes away; the last one stays."""
     known = {model.name for model in running.models}
@@ -61,6 +74,7 @@ def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
     """What `found` says otherwise, in the order of the file, models by name."""
     old, new = dict(_flat(running)), dict(_flat(found))
     at_once = _moving(running, found)
+    exchanging = {("model", name, "adapter") for name in exchanging_models(running, found)}
     stays_https = bool(running.api.tls_certificate and found.api.tls_certificate)
     for key in [*old, *(key for key in new if key not in old)]:
         if old.get(key) == new.get(key):
@@ -69,12 +83,13 @@ def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
         if key[0] == "model" and len(key) > 2 and (model not in old or model not in new):
             continue  # the model as a whole is reported
         renews = stays_https and key in TLS
+        at_runtime = key in exchanging or _applies_at_once(key)
         moves = key[0] == "model" and len(key) == 2 and key[1] in at_once
         yield ConfigChange(
             key=dotted(key),
             old=old.get(key),
             new=new.get(key),
-            applies="reload" if renews or moves or _applies_at_once(key) else "restart",
+            applies="reload" if renews or moves or at_runtime else "restart",
         )
 
 

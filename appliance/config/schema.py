@@ -20,6 +20,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
+from appliance.checkpoints.adapters import ADAPTER_NAME, MAX_ADAPTERS, MAX_RANK
 from appliance.checkpoints.drafts import LONGEST_LOOKUP, MOST_DRAFTED, NGRAM, Speculation
 from appliance.checkpoints.task import AskedTask, PoolerValue
 from appliance.hookspecs import HOOKS
@@ -271,7 +272,7 @@ class Devices(Section, kw_only=True):
         Meta(
             description="How weights lie in the host cache: as they are, or with the exponents of "
             "bf16 numbers in three bits (`exp7`), which takes 0.70 of the room, and is decoded at "
-            "every switch. Nothing is lost. On CPUs, without `images` and ranks."
+            "every switch. Nothing is lost. On CPUs, without `images`, `max_loras` and ranks."
         ),
     ] = "none"
     images: Annotated[
@@ -555,7 +556,7 @@ class Adapter(Section, kw_only=True):
     name: Annotated[
         str,
         Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+            pattern=f"^{ADAPTER_NAME.pattern}$",
             description="What clients call it behind the model's name and a colon "
             "(`llama-a:legal`): letters, digits and any of `._-`.",
             examples=["legal"],
@@ -741,6 +742,20 @@ class Model(Section, kw_only=True):
             "`MODEL:ADAPTER`; all are loaded with the model, and computed in one batch with it."
         ),
     ] = msgspec.field(default=(), name="adapter")
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_ADAPTERS,
+            description="Places for adapters, so that they may come and go while it serves "
+            "(docs/adapters.md). They take memory, used or not. With 0 there is one for each "
+            "adapter that is listed, and the list is fixed.",
+        ),
+    ] = 0
+    max_lora_rank: Annotated[
+        int,
+        Meta(ge=1, le=MAX_RANK, description="The largest rank that one of these places is for."),
+    ] = 16
     enabled: Annotated[
         bool,
         Meta(

@@ -14,7 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from appliance.checkpoints.adapters import AdapterPlace, adapter_bytes, read_adapters
+from appliance.checkpoints.adapters import (
+    AdapterPlace,
+    AdapterRoom,
+    AdapterStacks,
+    check_base,
+    read_adapters,
+)
 from appliance.checkpoints.checkpoint import (
     BYTES_PER_ELEMENT,
     CatalogEntry,
@@ -81,12 +87,13 @@ def read_model(model: Model, devices: Devices) -> CatalogEntry:
     chosen = model.speculate.chosen
     if chosen is not None and chosen.has_head:
         entry = _with_head(entry, read_head(config, chosen))
-    if not model.adapters:
+    room = adapter_room(model)
+    if not model.adapters and room is None:
         return entry
     task = check_task(path, model.task)
-    places = adapter_places(model)
-    adapters = read_adapters(places, config, task, ranks, cuda=devices.cuda)
-    more = adapter_bytes(adapters, BYTES_PER_ELEMENT[entry.dtype])
+    check_base(config, task=task, ranks=ranks, cuda=devices.cuda)
+    adapters = read_adapters(adapter_places(model), config, task, ranks, cuda=devices.cuda)
+    more = AdapterStacks.plan(adapters, config, room).nbytes(BYTES_PER_ELEMENT[entry.dtype])
     return dataclasses.replace(entry, weight_bytes=entry.weight_bytes + more)
 
 
@@ -101,8 +108,13 @@ def _with_head(entry: CatalogEntry, head: DraftHead) -> CatalogEntry:
 
 
 def adapter_places(model: Model) -> tuple[AdapterPlace, ...]:
-    """Its adapters, in the words of workers."""
-    return tuple(AdapterPlace(one.name, one.path) for one in model.adapters)
+    """Its adapters, in the words of workers, each in the place of its number."""
+    return tuple(AdapterPlace(one.name, one.path, n) for n, one in enumerate(model.adapters))
+
+
+def adapter_room(model: Model) -> AdapterRoom | None:
+    """What it has for adapters that come while it serves, if any may."""
+    return AdapterRoom(model.max_loras, model.max_lora_rank) if model.max_loras else None
 
 
 def check_sizes(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:

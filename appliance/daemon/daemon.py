@@ -20,6 +20,7 @@ import msgspec
 
 import appliance
 from appliance.daemon import health
+from appliance.daemon.adapters.changes import AdapterChanges
 from appliance.daemon.decision_loop import DecisionLoop, Hands
 from appliance.daemon.gauges import Gauges
 from appliance.daemon.guide_checks import GuideChecks, GuideUnanswered
@@ -218,6 +219,9 @@ class Daemon:
             list(machine.instances), lambda: time.time() - clock(), self._decisions.explain
         )
         self._decisions.observers = (self._requests.phases, self._timeline, self._counters)
+        self.adapters = AdapterChanges(
+            self.catalogue, machine, self.workers, self._links.send, handle
+        )
         self._verifications = WeightVerification(self._links.send, self._images)
         self._guides = GuideChecks(self._links.send)
         self._slab_questions = SlabQuestions(self._links.send)
@@ -277,6 +281,7 @@ class Daemon:
 
     async def stop(self) -> None:
         """End the workers and give all memory back."""
+        await self.adapters.stop()
         self._decisions.silence()
         if self._gpus is not None:
             self._gpus.stop()
@@ -334,6 +339,10 @@ class Daemon:
 
     def drain_model(self, name: ModelName, draining: bool) -> None:
         self.catalogue.drain(name, draining)
+
+    def end_adapter(self, full: ModelName) -> None:
+        """End all requests for an adapter that was removed."""
+        self._requests.end_adapter(full)
 
     # --- instances -------------------------------------------------------------------------------
 
@@ -454,10 +463,13 @@ class Daemon:
         return self.metrics_of_run.exposition()
 
     def _images(self, instance: InstanceId) -> dict[ModelName, int]:
-        """Versions of the whole master images that the instance's engines load from."""
+        """Versions of the whole master images that the instance's engines load from, and that
+        are not written to."""
         found = {}
         for name, engine in self.machine.instances[instance].engines.items():
             master = self.machine.weight_cache.get(name)
+            if name in self.adapters.held:
+                continue
             if master is not None and master.filler is None and engine.attached == master.version:
                 found[name] = master.version
         return found
@@ -509,6 +521,8 @@ class Daemon:
                 self._pools[message.instance] = message
             case frames.Verified():
                 self._verifications.answered(message)
+            case frames.AdaptersPut():
+                self.adapters.answered(message)
             case frames.GuidePrepared():
                 self._guides.answered(message)
             case frames.SlabsReported():
@@ -534,7 +548,7 @@ class Daemon:
         now = self._reported = self._clock()
         self._pools.pop(instance, None)
         self._links.began(instance)
-        for calls in (self._verifications, self._guides, self._slab_questions):
+        for calls in (self._verifications, self._guides, self._slab_questions, self.adapters):
             calls.lost(instance)
         self.feed.tell(NoticeKind.INSTANCE_LOST, instance=instance)
         for observer in self._decisions.observers:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from appliance.checkpoints.adapters import SEPARATOR, AdapterPlace, full_name
 from appliance.daemon.served_model import ServedModel
 from appliance.observability.metrics import Metrics
 from appliance.scheduling.machine import Machine
@@ -56,6 +57,8 @@ class ModelAdministration:
         """Models whose front half cannot be built, and why."""
         self.on_change: Callable[[], None] = _ignore
         """Called when `front` has changed."""
+        self.on_adapter_idle: Callable[[ModelName, str], None] = _ignore_adapter
+        """Called when the last request of a hidden adapter is over."""
         self._machine = machine
         self._workers = workers
         self._feed = feed
@@ -63,7 +66,7 @@ class ModelAdministration:
         self._handle = handle
         self._forgotten = forgotten
         self._live: Counter[ModelName] = Counter()
-        """Requests of each model."""
+        """Requests of each model, and those of them that asked for an adapter by its full name."""
         self._failed: set[ModelName] = set()
         """Models of which it was reported that they cannot be served."""
         for name in self.served:
@@ -90,8 +93,9 @@ class ModelAdministration:
         """Raises `ModelExists` unless a model may be added under this name."""
         if name in self.served:
             raise ModelExists(name, removing=name in self.removing)
-        if any(name in served.adapters for served in self.served.values()):
-            raise ModelExists(name)
+        for base, served in self.served.items():
+            if any(name == full_name(base, one.name) for one in served.worker.adapters):
+                raise ModelExists(name)
 
     def names(self) -> list[ModelName]:
         """Those that may be asked for, in the order of the catalogue."""
@@ -145,6 +149,27 @@ class ModelAdministration:
         self._handle(ModelAdded(model=served.spec, kv_floor_slabs=kv_floor_slabs))
         self.on_change()
 
+    def change_adapters(
+        self,
+        name: ModelName,
+        adapters: tuple[AdapterPlace, ...],
+        *,
+        hide: str = "",
+        show: str = "",
+    ) -> None:
+        """Have the model know these adapters, and clients not ask for the one to `hide`, or ask
+        again for the one to `show`. Others tell workers. Raises `ModelNotFound`."""
+        served = self.find(name)
+        hidden = (served.hidden | ({hide} if hide else set())) - {show}
+        worker = msgspec.structs.replace(served.worker, adapters=adapters)
+        changed = msgspec.structs.replace(served, worker=worker, hidden=frozenset(hidden))
+        self.served[name] = changed
+        if changed.adapters != served.adapters:
+            self._feed.tell(
+                NoticeKind.ADAPTERS_CHANGED, model=name, adapters=list(changed.adapters)
+            )
+            self.on_change()
+
     def remove(self, name: ModelName, *, force: bool) -> asyncio.Event:
         """Take no more requests for the model, and forget it when its last one has ended; with
         `force`, end them. The event is set when it is gone. Raises `ModelNotFound`."""
@@ -171,13 +196,21 @@ class ModelAdministration:
         """Requests of the model that have not ended."""
         return self._live[name]
 
-    def began(self, name: ModelName) -> None:
-        """A request of the model came."""
-        self._live[name] += 1
+    def live_of_adapter(self, full: ModelName) -> int:
+        """Those of them that asked for an adapter."""
+        return self._live[full]
 
-    def ended(self, name: ModelName) -> None:
+    def began(self, name: ModelName, asked: ModelName) -> None:
+        """A request of the model came, for an adapter if it `asked` for one by its full name."""
+        self._live[name] += 1
+        if asked:
+            self._live[asked] += 1
+
+    def ended(self, name: ModelName, asked: ModelName) -> None:
         """A request of the model is over."""
         self._live[name] -= 1
+        if asked:
+            self._adapter_ended(name, asked)
         if name in self.removing and not self._live[name]:
             self._remove(name)
 
@@ -201,6 +234,15 @@ class ModelAdministration:
             self._metrics.forget(name)
             self._feed.tell(NoticeKind.MODEL_REMOVED, model=name)
             self.removing.pop(name).set()
+
+    def _adapter_ended(self, name: ModelName, asked: ModelName) -> None:
+        self._live[asked] -= 1
+        if self._live[asked]:
+            return
+        del self._live[asked]
+        adapter = asked.removeprefix(f"{name}{SEPARATOR}")
+        if adapter in self.served[name].hidden:
+            self.on_adapter_idle(name, adapter)
 
     def _remove(self, name: ModelName) -> None:
         if name not in self._machine.removing:
@@ -234,4 +276,8 @@ class ModelAdministration:
 
 
 def _ignore() -> None:
+    pass
+
+
+def _ignore_adapter(model: ModelName, adapter: str) -> None:
     pass

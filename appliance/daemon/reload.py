@@ -20,14 +20,22 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 
 from appliance.checkpoints import delete
+from appliance.checkpoints.adapters import full_name
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.pull import folder_name, pull
 from appliance.checkpoints.sources import Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
-from appliance.config.diff import TLS, as_written, changes, complete, joining_models
+from appliance.config.diff import (
+    TLS,
+    as_written,
+    changes,
+    complete,
+    exchanging_models,
+    joining_models,
+)
 from appliance.config.layers import read_layers
 from appliance.config.loader import load_config
-from appliance.config.schema import Config, Model
+from appliance.config.schema import Adapter, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import dotted
 from appliance.daemon.daemon import Daemon
@@ -36,7 +44,12 @@ from appliance.errors import CheckpointError, ConfigError, FilesLeft, NotSaved, 
 from appliance.platform import logs
 from appliance.platform.tls import LiveTls, Pair, TlsProblem, read_pair
 from appliance.service.event_log import NoticeKind
-from appliance.service.interface import ModelActivity, ModelExists, ModelNotFound
+from appliance.service.interface import (
+    AdapterNotPlaced,
+    ModelActivity,
+    ModelExists,
+    ModelNotFound,
+)
 from appliance.service.settings import (
     DEFAULT_CONTEXT_TOKENS,
     ConfigChange,
@@ -107,6 +120,7 @@ class LiveConfig:
             served, kv_floor = await asyncio.to_thread(_described, found, joining)
             await self._apply(found)
             self._apply_tls(found, pair)
+            await self._exchange_adapters(found)
             self._join(found, served, kv_floor)
             self._leave(found)
             left = self._changes(found, pair)
@@ -158,6 +172,48 @@ class LiveConfig:
             await self._write(edit)
             self._join(found, *described)
             return name
+
+    async def add_adapter(
+        self, model: ModelName, name: str, path: str, *, replace: bool = False
+    ) -> ModelName:
+        async with self._changing:
+            row, full = self._row(model), full_name(model, name)
+            self._check_room(row, full)
+            known = {one.name: one for one in row.adapters}
+            if name in known and not replace:
+                raise ModelExists(full)
+            added = Adapter(name=name, path=str(self._path.parent / path))
+            self._check_stays(full, Path(added.path))
+            edit, found = await self._with_adapters(model, {**known, name: added}.values())
+            await self._daemon.adapters.put(model, name, added.path, replace=replace)
+            try:
+                await self._write(edit)
+            except NotSaved:
+                if name not in known:
+                    self._daemon.adapters.remove(model, name)
+                else:
+                    before = known[name].path
+                    await self._daemon.adapters.put(model, name, before, replace=True)
+                raise
+            self._keep_adapters(model, _adapters_of(found, model))
+            log.info("adapter %s was added", full)
+            return full
+
+    async def remove_adapter(self, model: ModelName, name: str, *, force: bool) -> Removal:
+        async with self._changing:
+            row, full = self._row(model), full_name(model, name)
+            others = [one for one in row.adapters if one.name != name]
+            if full not in self._daemon.catalogue.find(model).adapters:
+                raise ModelNotFound(full)
+            self._check_room(row, full)
+            edit, found = await self._with_adapters(model, others)
+            await self._write(edit)
+            live = self._daemon.adapters.remove(model, name)
+            self._keep_adapters(model, _adapters_of(found, model))
+            log.info("adapter %s is removed", full)
+            if force:
+                self._daemon.end_adapter(full)
+            return Removal(model=full, live=0 if force else live, files=False)
 
     async def remove_model(self, name: ModelName, *, force: bool, files: bool) -> Removal:
         async with self._changing:
@@ -228,6 +284,60 @@ class LiveConfig:
         except OSError as error:
             raise PullError(f"{source} cannot be pulled: {error}") from error
         return await self.add_model({"name": pulled.name, "path": str(pulled.path)})
+
+    def _row(self, name: ModelName) -> Model:
+        """What is in force of a model that is served. Raises `ModelNotFound`."""
+        self._daemon.catalogue.find(name)
+        return next(model for model in self._running.models if model.name == name)
+
+    def _check_room(self, model: Model, full: ModelName) -> None:
+        if not model.max_loras:
+            raise AdapterNotPlaced(
+                f"{full} cannot come or go while {model.name} serves, as its max_loras is 0: set "
+                "it to the number of adapters that it is to have room for, and restart, or remove "
+                "the model and add it again"
+            )
+
+    async def _with_adapters(
+        self, name: ModelName, adapters: Collection[Adapter]
+    ) -> tuple[AdminEdit, Config]:
+        """An edit that gives a model these adapters, and the configuration with it. Raises
+        `ConfigError`, `NotSaved`."""
+        edit = self._admin.edit()
+        edit.merge(name, {"adapter": [as_written(one) for one in adapters]})
+        return edit, await self._read(edit)
+
+    def _keep_adapters(self, name: ModelName, adapters: tuple[Adapter, ...]) -> None:
+        """These are in force of a model."""
+        replace = msgspec.structs.replace
+        models = self._running.models
+        self._keep(
+            tuple(replace(one, adapters=adapters) if one.name == name else one for one in models)
+        )
+
+    async def _exchange_adapters(self, found: Config) -> None:
+        """Serve the models with the adapters that were read, those that may be exchanged; the log
+        tells of one that cannot be yet."""
+        read = {model.name: model for model in found.models}
+        for model in self._running.models:
+            if model.name not in exchanging_models(self._running, found):
+                continue
+            in_force = {one.name: one for one in model.adapters}
+            wanted = {one.name: one for one in read[model.name].adapters}
+            try:
+                for name in in_force.keys() - wanted.keys():
+                    self._daemon.adapters.remove(model.name, name)
+                    del in_force[name]
+                for name, one in wanted.items():
+                    if in_force.get(name) != one:
+                        full = full_name(model.name, name)
+                        self._check_stays(full, Path(one.path))
+                        await self._daemon.adapters.put(model.name, name, one.path, replace=True)
+                        in_force[name] = one
+                in_force = wanted  # in their order
+            except (AdapterNotPlaced, ModelExists, ModelNotFound, NotSaved) as error:
+                log.warning("the adapters of %s are not exchanged yet: %s", model.name, error)
+            self._keep_adapters(model.name, tuple(in_force.values()))
 
     def _whole_row(self, keys: Mapping[str, object]) -> dict[str, Any]:
         """A new model's keys, with a context if none is given and the checkpoint tells one."""
@@ -464,6 +574,10 @@ async def _in_thread(act: Callable[[], T]) -> T:
 def _has(model: Model, folder: Path) -> bool:
     """Whether any of its files, or of its adapters' and its head's, are in the folder."""
     return any(of.resolve().is_relative_to(folder) for of in _folders(model))
+
+
+def _adapters_of(found: Config, name: ModelName) -> tuple[Adapter, ...]:
+    return next(model.adapters for model in found.models if model.name == name)
 
 
 def _folders(model: Model) -> list[Path]:

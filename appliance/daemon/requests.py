@@ -17,6 +17,7 @@ from appliance.service.event_log import EventLog, NoticeKind
 from appliance.service.generation import RequestStream
 from appliance.service.interface import (
     GenerationFailed,
+    ModelNotFound,
     ModelQueueFull,
     QueueFull,
     RequestNotFound,
@@ -86,6 +87,8 @@ class RequestStreams:
     def submit(self, request: SubmitRequest, sink: Sink, max_live: int) -> RequestStream:
         """Take a request in, unless `max_live` are live. Raises as `Service.submit` does."""
         served = self._models.find(request.model)
+        if request.asked and request.asked not in served.adapters:
+            raise ModelNotFound(request.asked)
         if (reason := self._models.refused.get(request.model)) is not None:
             raise GenerationFailed("model_failed", reason, 500)
         if len(self.streams) >= max_live:
@@ -96,7 +99,7 @@ class RequestStreams:
         stream = RequestStream(request, self._clock(), sink, self._cancel, self._on_reader, slo)
         self.streams[request.id] = stream
         self.phases.arrived(request.id, request.model, stream.arrived)
-        self._models.began(request.model)
+        self._models.began(request.model, request.asked)
         self._idle.clear()
         self._feed.tell(
             NoticeKind.REQUEST_ARRIVED,
@@ -117,6 +120,13 @@ class RequestStreams:
             raise RequestNotFound(request)
         stream.end(cancelled())
         self._cancel(request)
+
+    def end_adapter(self, full: ModelName) -> None:
+        """End all requests for an adapter that was removed."""
+        failure = GenerationFailed("model_removed", f"{full} was removed", 404)
+        for request in [r for r, stream in self.streams.items() if stream.request.asked == full]:
+            self.streams[request].end(failure)
+            self._cancel(request)
 
     def trace(self, traces: Traces) -> None:
         """Report every request that ends from now on, with the times of its phases."""
@@ -207,7 +217,7 @@ class RequestStreams:
         stream = self.streams.pop(request)
         if not self.streams:
             self._idle.set()
-        self._models.ended(stream.request.model)
+        self._models.ended(stream.request.model, stream.request.asked)
         return stream
 
     def _end(

@@ -9,7 +9,7 @@ from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.task import check_pooler, check_task
 from appliance.config.schema import Model
 from appliance.config.schema import SloTable as ConfiguredSlo
-from appliance.config.sizing import adapter_places
+from appliance.config.sizing import adapter_places, adapter_room
 from appliance.service.front_frames import FrontModel
 from appliance.service.interface import ModelFacts, ModelTerms
 from appliance.vocabulary import ModelSpec, Slo
@@ -33,9 +33,12 @@ class ServedModel(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
     multiplied: str = ""
+    hidden: frozenset[str] = frozenset()
+    """Adapters that clients may not ask for: those that come, and those that leave."""
 
     @property
     def facts(self) -> ModelFacts:
+        room = self.worker.adapter_room
         return ModelFacts(
             architecture=self.architecture,
             dtype=self.dtype,
@@ -47,13 +50,20 @@ class ServedModel(msgspec.Struct, frozen=True):
             max_context_tokens=self.spec.max_context_tokens,
             max_batch=self.spec.max_batch,
             images=self.worker.images,
+            adapters=self.adapters,
+            max_loras=room.slots if room is not None else len(self.worker.adapters),
+            max_lora_rank=room.rank if room is not None else 0,
             path=self.worker.path,
         )
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """What clients call the model with each of its adapters."""
-        return tuple(full_name(self.spec.name, one.name) for one in self.worker.adapters)
+        return tuple(
+            full_name(self.spec.name, one.name)
+            for one in self.worker.adapters
+            if one.name not in self.hidden
+        )
 
     @property
     def front(self) -> FrontModel:
@@ -72,6 +82,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             pooler_config=self.worker.pooler_config or {},
             images=self.worker.images,
             adapters=self.adapters,
+            takes_adapters=bool(self.worker.adapters or self.worker.adapter_room),
         )
 
 
@@ -108,6 +119,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             pooler_config=asked | ({"task": pooled} if pooled else {}),
             images=model.images,
             adapters=adapter_places(model),
+            adapter_room=adapter_room(model),
             speculation=model.speculate.chosen,
         ),
         created=entry.created,

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
+from appliance.checkpoints.adapters import AdapterPlace
 from appliance.memory.transfers import Transfer
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
 
@@ -141,6 +142,17 @@ class Engine(Protocol):
         Returns the transfer under way, or the last one, if they are in place or on their way.
         `prefill` and `step` wait by themselves, layer by layer. Raises `PoolExhausted` with
         nothing mapped; a transfer from a checkpoint's files may fail with `CheckpointError`.
+        """
+
+    def put_adapters(
+        self, adapters: Sequence[AdapterPlace], slots: Sequence[int], *, image: bool
+    ) -> None:
+        """Have these LoRA adapters from now on. The places `slots`, which no request may use, are
+        written anew wherever the weights are: on the device, once a load under way is over, and if
+        `image`, in the master image, which has to be held. A place without an adapter is zero.
+
+        Raises `CheckpointError` if an adapter cannot be read, or the model has no room for others;
+        no request may ask for one of these places then.
         """
 
     def evict_weights(self) -> None:

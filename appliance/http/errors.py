@@ -24,6 +24,7 @@ from appliance.errors import (
 )
 from appliance.service.front_frames import Refused
 from appliance.service.interface import (
+    AdapterNotPlaced,
     GenerationFailed,
     InstanceNotFound,
     ModelExists,
@@ -104,6 +105,7 @@ _AS_THEY_ARE: Final[tuple[tuple[type[BaseException], int, str, str | None], ...]
     (ModelNotFound, 404, "model_not_found", "model"),
     (FilesLeft, 404, "files_left", "model"),
     (ModelExists, 409, "model_exists", "name"),
+    (AdapterNotPlaced, 409, "adapter_not_placed", "adapter"),
     (InstanceNotFound, 404, "instance_not_found", "number"),
     (RequestNotFound, 404, "request_not_found", "id"),
     (CheckpointError, 422, "checkpoint", "path"),

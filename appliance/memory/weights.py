@@ -219,6 +219,22 @@ class DeviceWeights:
         self._master = master
         return master.slabs
 
+    def read_from(self, write: Write) -> None:
+        """Make images so from now on; those that there are stay."""
+        self._write = write
+
+    def rewrite(self, write: Callable[[Image], None], *, master: bool) -> None:
+        """Have a part written anew on the device, if the weights are there or on their way, and in
+        the image that they are loaded from, if `master`: its slabs have to be the image's still.
+        Waits for a load under way. Raises what `write` raises."""
+        assert not self._staged, "the host writes to the device"
+        if self._transfer is not None:
+            self._transfer.join()
+        if master and self._master is not None:
+            write(self._master)
+        if self.loaded:
+            write(Image([self.region.address], self.region.slots * self._slab_bytes))
+
     def begin_load(self) -> Transfer:
         """Take slabs for the region and start to bring the image in, unless that was done already.
         They are mapped by the thread that copies, just before each part of the image.

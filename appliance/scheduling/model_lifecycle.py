@@ -18,6 +18,7 @@ from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import (
     Command,
     DropModel,
+    ImageHeld,
     InstanceId,
     KvShape,
     ModelAdded,
@@ -199,6 +200,13 @@ class ModelLifecycle:
             draining=event.draining,
         )
         self._weight_cache.pin(event.model, event.pinned)
+        return False
+
+    def held(self, event: ImageHeld) -> bool:
+        """The model's master image is to stay, or need not any more."""
+        self._weight_cache.hold(event.model, event.held)
+        if event.stale:
+            self._weight_cache.discard(event.model)
         return False
 
     def wanted(self, event: ModelLoadRequested) -> bool:

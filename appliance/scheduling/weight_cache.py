@@ -4,7 +4,7 @@
 
 A model without a whole image is served all the same: instances load it from its files. When an
 image is wanted and there is no room, whole images that are not being read go, the least recently
-used first, never a pinned one.
+used first, never a pinned one, nor one that is held: workers write to it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class HostWeightCache:
         self._weight_cache: dict[ModelName, Master] = {}
         self._versions = 0
         self._evict_pending: set[ModelName] = set()
+        self._held: set[ModelName] = set()
         # Room for those that fit, before KV takes it: pinned ones first.
         room = host.total_slabs - host.kv_floor_slabs
         for model in sorted(models.values(), key=lambda model: not model.pinned):
@@ -118,6 +119,19 @@ class HostWeightCache:
         else:
             self._pinned.discard(model)
 
+    def hold(self, model: ModelName, held: bool) -> None:
+        """Whether the model's image, if it has one, stays whatever happens."""
+        if held:
+            self._held.add(model)
+        else:
+            self._held.discard(model)
+
+    def discard(self, model: ModelName) -> None:
+        """Let a whole image go that no instance loads from; it is made anew when it is wanted."""
+        master = self._weight_cache.get(model)
+        if master is not None and master.filler is None:
+            self._drop(model)
+
     def touch(self, model: ModelName, now: float) -> None:
         """The model runs now."""
         if model in self._weight_cache:
@@ -147,7 +161,7 @@ class HostWeightCache:
 
     def reap(self, read: Collection[ModelName]) -> None:
         """Free the images whose eviction is pending, but for those that are read or written."""
-        for model in self._evict_pending - set(read):
+        for model in self._evict_pending - self._held - set(read):
             if self._weight_cache[model].filler is None:
                 self._drop(model)
 
@@ -169,7 +183,7 @@ class HostWeightCache:
 
     def _victims(self, spared: Collection[ModelName]) -> Iterable[ModelName]:
         """Images that may go, the least recently used first."""
-        free = self._weight_cache.keys() - self._pinned - set(spared)
+        free = self._weight_cache.keys() - self._pinned - self._held - set(spared)
         return sorted(
             (model for model in free if self._weight_cache[model].filler is None),
             key=lambda model: (self._weight_cache[model].used, model),

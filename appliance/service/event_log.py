@@ -33,6 +33,7 @@ class NoticeKind(StrEnum):
     MODEL_LOAD_REQUESTED = "model_load_requested"
     MODEL_EVICT_REQUESTED = "model_evict_requested"
     MODEL_CHANGED = "model_changed"
+    ADAPTERS_CHANGED = "adapters_changed"
     MODEL_ADDED = "model_added"
     MODEL_REMOVING = "model_removing"
     MODEL_REMOVED = "model_removed"

@@ -65,6 +65,8 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     """The most of a prompt; 0: the model is served for text only."""
     adapters: tuple[ModelName, ...] = ()
     """What clients call the model with each of its LoRA adapters: their names begin with its."""
+    takes_adapters: bool = False
+    """Whether it has some, or may have."""
     base: ModelName = ""
     """In a front end: the model that this one, which has an adapter, is computed with."""
 

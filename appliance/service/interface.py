@@ -46,6 +46,11 @@ class ModelExists(Exception):
         self.model = model
 
 
+class AdapterNotPlaced(Exception):
+    """A model cannot have an adapter now; the message says why, and what to do. Nothing was
+    changed."""
+
+
 class InstanceNotFound(Exception):
     """There is no instance of this number."""
 
@@ -363,6 +368,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that are decoded in one step, at most."""
     images: int = 0
     """The most of a prompt."""
+    adapters: tuple[ModelName, ...] = ()
+    """What clients call it with each of its LoRA adapters."""
+    max_loras: int = 0
+    """Places for adapters, taken or free."""
+    max_lora_rank: int = 0
+    """Of adapters that may come while it serves; 0: none may."""
     path: str
 
 

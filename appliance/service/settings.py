@@ -88,6 +88,22 @@ class Settings(Protocol):
 
         Raises `ModelNotFound`, `ConfigError`, `NotSaved`: nothing is changed then."""
 
+    async def add_adapter(
+        self, model: ModelName, name: str, path: str, *, replace: bool = False
+    ) -> ModelName:
+        """Serve a model with a LoRA adapter more, now and after a restart: what clients call the
+        two. With `replace` it takes the place of one of its name, if there is one.
+
+        Raises `ModelNotFound`, `ModelExists`, `AdapterNotPlaced`, `ConfigError`, `NotSaved`:
+        nothing is changed then."""
+
+    async def remove_adapter(self, model: ModelName, name: str, *, force: bool) -> Removal:
+        """Serve an adapter no more, now and after a restart: new requests for it are refused at
+        once, and its place is free when those that are live have ended; with `force`, they are.
+
+        Raises `ModelNotFound`, `AdapterNotPlaced`, `ConfigError`, `NotSaved`: nothing is changed
+        then."""
+
     def removal(self, name: ModelName) -> ModelActivity | None:
         """What there is of a model that the daemon has forgotten: it is leaving while its files are
         deleted. Raises `FilesLeft` if they cannot be."""

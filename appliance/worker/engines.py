@@ -117,6 +117,7 @@ def _builder(
             pooler_config=model.pooler_config,
             prompt_images=model.images,
             adapters=model.adapters,
+            adapter_room=model.adapter_room,
             speculation=model.speculation,
             encoded=encoded,
         )

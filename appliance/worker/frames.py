@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from appliance import vocabulary as v
-from appliance.checkpoints.adapters import AdapterPlace
+from appliance.checkpoints.adapters import AdapterPlace, AdapterRoom
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.task import PoolerValue
 from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
@@ -40,6 +40,8 @@ class WorkerModel(msgspec.Struct, frozen=True):
     images: int = 0
     """The most of a prompt; 0: what reads images is not built."""
     adapters: tuple[AdapterPlace, ...] = ()
+    adapter_room: AdapterRoom | None = None
+    """For adapters that come later, if any may."""
     speculation: Speculation | None = None
     """How tokens are drafted, if they are."""
 
@@ -75,6 +77,18 @@ class AddModel(msgspec.Struct, frozen=True, tag=True):
     """Another model that may be built, or another one of a name that was dropped."""
 
     model: WorkerModel
+
+
+class PutAdapters(msgspec.Struct, frozen=True, tag=True):
+    """A model has these adapters from now on, and its places `slots` are written anew: in the
+    master image, too, if `image`. The answer has the same number. Workers that come later, and
+    engines that are built later, know it by `AddModel`, which goes before."""
+
+    number: int
+    model: str
+    adapters: tuple[AdapterPlace, ...]
+    slots: tuple[int, ...]
+    image: bool = False
 
 
 class Verify(msgspec.Struct, frozen=True, tag=True):
@@ -140,6 +154,14 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
     models: dict[str, Verdict]
 
 
+class AdaptersPut(msgspec.Struct, frozen=True, tag=True):
+    """What came of `PutAdapters`: done, or why not."""
+
+    instance: int
+    number: int
+    refused: str | None = None
+
+
 class GuidePrepared(msgspec.Struct, frozen=True, tag=True):
     """A guide was compiled, or why it cannot be."""
 
@@ -160,6 +182,7 @@ Down: TypeAlias = (
     | AddModel
     | AddSequence
     | PrepareGuide
+    | PutAdapters
     | Verify
     | ReportSlabs
     | Shutdown
@@ -181,6 +204,7 @@ Up: TypeAlias = (
     | Tokens
     | PoolReport
     | Verified
+    | AdaptersPut
     | GuidePrepared
     | SlabsReported
     | v.ModelBuilt

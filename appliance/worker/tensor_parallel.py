@@ -32,6 +32,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from appliance import framing
+from appliance.checkpoints.adapters import AdapterPlace
 from appliance.engines.protocol import (
     DraftUse,
     Engine,
@@ -391,6 +392,12 @@ class ReplicatedEngine:
     def evict_weights(self) -> None:
         self._local = self._whole = None
         self._followers.follow(EvictWeights(self.model), self._engine.evict_weights)
+
+    def put_adapters(
+        self, adapters: Sequence[AdapterPlace], slots: Sequence[int], *, image: bool
+    ) -> None:
+        """Several ranks have no model with adapters."""
+        raise CheckpointError(f"{self.model} has no adapters, as it is divided among ranks")
 
     def prepare(self, body: bytes) -> None:
         """By the leader; the others compile it when the request is added."""

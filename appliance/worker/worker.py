@@ -149,6 +149,18 @@ class Worker:
         self._models[message.model.name] = message.model
 
     @_carry_out.register
+    def _carry_out_put_adapters(self, message: frames.PutAdapters) -> None:
+        """Jobs wait meanwhile: it reads as much as the adapters have that come."""
+        refused = None
+        engine = self._engines.get(message.model)
+        if engine is not None:
+            try:
+                engine.put_adapters(message.adapters, message.slots, image=message.image)
+            except CheckpointError as error:
+                refused = str(error)
+        self._outbox.tell(frames.AdaptersPut(self.instance, message.number, refused))
+
+    @_carry_out.register
     def _carry_out_verify(self, message: frames.Verify) -> None:
         """Jobs wait meanwhile: it reads all weights on the device, and as many in the host tier."""
         verdicts = {model: engine.verify() for model, engine in self._engines.items()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 
-from appliance.checkpoints.adapters import TRIED, AdapterPlace
+from appliance.checkpoints.adapters import TRIED, AdapterPlace, AdapterRoom
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import UnsupportedModel
 from appliance.config.schema import Adapter, Devices, Model
@@ -68,6 +68,7 @@ def three(folder: Path, base: str) -> tuple[AdapterPlace, ...]:
                 seed=2,
                 use_rslora=True,
             ),
+            1,
         ),
         AdapterPlace(
             "patterns",
@@ -80,13 +81,22 @@ def three(folder: Path, base: str) -> tuple[AdapterPlace, ...]:
                 ranks={"o_proj": 5},
                 alpha_pattern={"layers.1.self_attn.q_proj": 3},
             ),
+            2,
         ),
     )
 
 
-def configured(name: str, path: str, dtype: Any, adapters: Sequence[AdapterPlace]) -> Model:
-    tables = tuple(Adapter(name=one.name, path=one.path) for one in adapters)
-    return Model(name=name, path=path, dtype=dtype, max_context=CONTEXT, adapters=tables)
+def configured(
+    name: str, path: str, dtype: Any, adapters: Sequence[AdapterPlace], max_loras: int = 0
+) -> Model:
+    return Model(
+        name=name,
+        path=path,
+        dtype=dtype,
+        max_context=CONTEXT,
+        adapters=tuple(Adapter(name=one.name, path=one.path) for one in adapters),
+        max_loras=max_loras,
+    )
 
 
 def ask(adapters: Sequence[AdapterPlace]) -> list[tuple[tuple[int, ...], AdapterPlace | None]]:
@@ -129,13 +139,17 @@ class Batch:
     def __init__(self, house: House, engine: Any, adapters: Sequence[AdapterPlace]) -> None:
         self.house, self.engine = house, engine
         self.outputs: dict[str, list[int]] = {}
-        self.places = {}
+        self.places: dict[str, Any] = {}
+        self.live: list[str] = []
         for number, (prompt, adapter) in enumerate(ask(adapters)):
-            name = f"{engine.model}/{number}"
-            add(engine, name, prompt, adapter.name if adapter else None)
-            self.outputs[name] = []
-            self.places[name] = house.swap_places(engine, len(prompt) + GREEDY["max_tokens"])
-        self.live = list(self.outputs)
+            self.begin(f"{engine.model}/{number}", prompt, adapter)
+
+    def begin(self, name: str, prompt: tuple[int, ...], adapter: AdapterPlace | None) -> None:
+        add(self.engine, name, prompt, adapter.name if adapter else None)
+        self.outputs[name] = []
+        tokens = len(prompt) + GREEDY["max_tokens"]
+        self.places[name] = self.house.swap_places(self.engine, tokens)
+        self.live.append(name)
 
     def turn(self, steps: int) -> None:
         """Weights and KV in, a few steps, everything out."""
@@ -253,6 +267,77 @@ def test_adapters_of_quantized_weights_answer_as_plain_vllm(
     assert all(one != other for one in by_adapter[1:] for other in by_adapter[:1])
     engine.begin_load().wait()
     assert engine.verify() is Verdict.OK
+
+
+def test_adapters_come_and_go_while_others_run(
+    tmp_path: Path, checkpoints: dict[str, str], plain_answers: PlainAnswers
+) -> None:
+    """One comes while requests of another one and of the base are on the device, and one to the
+    place of one that went, while nothing is: no output is other than plain vLLM's."""
+    base = checkpoints[LLAMA]
+    every, some, patterns = three(tmp_path, base)
+    later = AdapterPlace(patterns.name, patterns.path, every.slot)
+    house = make_house()
+    engine = house.build(LLAMA, base, adapters=[every], adapter_room=AdapterRoom(2, 16))
+    room = configured(LLAMA, base, "float32", [every], max_loras=2)
+    known = least(read_model(room, DEVICES), CONTEXT, DEVICES)
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    asked = ask((every, some, later))
+    names = {(prompt, one): f"r{number}" for number, (prompt, one) in enumerate(asked)}
+
+    def begin(batch: Batch, adapter: AdapterPlace | None) -> None:
+        for prompt in prompts(LLAMA):
+            batch.begin(names[prompt, adapter], prompt, adapter)
+
+    batch = Batch(house, engine, ())  # of the base, first of all
+    begin(batch, every)
+    engine.begin_load().wait()
+    for name in batch.live:
+        batch.take(engine.prefill(name, SLABS))
+    batch.take(engine.step(batch.live, SLABS))
+    engine.put_adapters((every, some), (some.slot,), image=True)  # all of it is on the device
+    assert engine.verify() is Verdict.OK
+    begin(batch, some)
+    for name in batch.live[-len(prompts(LLAMA)) :]:
+        batch.take(engine.prefill(name, SLABS))
+    batch.take(engine.step(batch.live, SLABS))
+    for name in batch.live:
+        house.swap_out(engine, name, batch.places[name])
+    assert engine.trim(0).slabs == 0
+    engine.evict_weights()
+    batch.answers()
+    engine.put_adapters((later, some), (later.slot,), image=True)  # nothing of it is
+    begin(batch, later)
+    batch.answers()
+    with pytest.raises(ValueError, match="has no adapter llama-mha:all"):
+        add(engine, "gone", (5, 6), "all")
+
+    expected = plain(plain_answers, base, "float32", (every, some, later))
+    base_names = [f"{LLAMA}/{number}" for number in range(len(prompts(LLAMA)))]
+    found = [
+        batch.outputs[base_names.pop(0) if one is None else names[prompt, one]]
+        for prompt, one in asked
+    ]
+    assert found == expected
+    engine.begin_load().wait()
+    assert engine.verify() is Verdict.OK
+
+
+def test_places_are_for_ranks_up_to_theirs(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    """A larger one is refused before anything is written, as is any where there is no room."""
+    base = checkpoints[LLAMA]
+    (every,) = three(tmp_path, base)[:1]
+    large = AdapterPlace("large", make_adapter(tmp_path / "large", base, rank=17), 1)
+    house = make_house()
+    engine = house.build(LLAMA, base, adapters=[every], adapter_room=AdapterRoom(2, 16))
+    engine.begin_load().wait()
+    with pytest.raises(CheckpointError, match=r"has rank 17, more than max_lora_rank \(16\)"):
+        engine.put_adapters((every, large), (1,), image=True)
+    assert engine.verify() is Verdict.OK
+
+    fixed = house.build("fixed", base, dtype="float32", adapters=[every])
+    with pytest.raises(CheckpointError, match="max_loras is 0"):
+        fixed.put_adapters((every,), (0,), image=True)
 
 
 @pytest.fixture(scope="module")

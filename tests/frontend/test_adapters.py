@@ -11,20 +11,21 @@ import pytest
 import pytest_asyncio
 
 from appliance.engines.vllm.messages import decode_request
-from appliance.service.front_frames import Entered, Submit
+from appliance.service.front_frames import Entered, FrontModel, Submit
 from tests.frontend.conftest import model_at
 from tests.frontend.stand_in_core import StandInCore, front_end
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+def catalogue(generator: Path, *adapters: str) -> tuple[FrontModel, ...]:
+    llama = model_at(generator, "llama", adapters=adapters, takes_adapters=True)
+    return (llama, model_at(generator, "other"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def front(generator: Path) -> AsyncIterator[StandInCore]:
-    models = (
-        model_at(generator, "llama", adapters=("llama:legal", "llama:polite")),
-        model_at(generator, "other"),
-    )
-    async with front_end(models) as core:
+    async with front_end(catalogue(generator, "llama:legal", "llama:polite")) as core:
         yield core
 
 
@@ -91,6 +92,19 @@ async def test_other_names_mean_nothing(
         answer = await http.post(path, json={"model": asked, **body})
         assert answer.status_code == 404, f"{path}: {answer.text}"
     assert not core.said(Submit)
+
+
+async def test_adapters_come_and_go(
+    core: StandInCore, http: httpx.AsyncClient, generator: Path
+) -> None:
+    """Of a model that is built: the next call finds what the core said last, in any dialect."""
+    for known, unknown in (("new", "legal"), ("legal", "new")):
+        core.change(catalogue(generator, f"llama:{known}", "llama:polite"))
+        for path, body in CALLS:
+            found = await http.post(path, json={"model": f"llama:{known}", **body})
+            gone = await http.post(path, json={"model": f"llama:{unknown}", **body})
+            assert (found.status_code, gone.status_code) == (200, 404), f"{path}: {found.text}"
+    core.change(catalogue(generator, "llama:legal", "llama:polite"))
 
 
 async def test_a_key_allows_each_by_its_name(core: StandInCore, http: httpx.AsyncClient) -> None:

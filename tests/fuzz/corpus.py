@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from litestar import Litestar
 
 from appliance.service.front_paths import FRONT_PATHS
-from tests.fuzz.target import ADDED, MODELS, PULLED, RESPONSE
+from tests.fuzz.target import ADAPTER, ADDED, MODELS, PULLED, RESPONSE
 from tests.unit.doubles.front_end import ENDLESS
 
 _CHAT: Final = [{"role": "user", "content": "hello"}]
@@ -53,6 +53,12 @@ BODIES: Final[dict[tuple[str, str], list[Any]]] = {
     ("POST", "/api/models"): [
         {"name": ADDED, "path": "tiny", "max_context": 64, "slo": {"ttft": "2s"}, "pin": True}
     ],
+    ("POST", "/api/models/{target:path}"): [{}, {"name": "polite", "path": ADAPTER}],
+    ("POST", "/v1/load_lora_adapter"): [
+        {"lora_name": "legal", "lora_path": ADAPTER, "base_model_name": MODELS[0]},
+        {"lora_name": f"{MODELS[0]}:legal", "lora_path": ADAPTER, "load_inplace": True},
+    ],
+    ("POST", "/v1/unload_lora_adapter"): [{"lora_name": "legal", "lora_int_id": 1}],
     ("POST", "/api/pull"): [
         {"model": PULLED, "stream": False}, {"model": PULLED}, {"model": "nowhere/new"}
     ],
@@ -75,8 +81,9 @@ BODIES: Final[dict[tuple[str, str], list[Any]]] = {
 
 _ENDS: Final = {
     ("POST", "/api/models/{target:path}"): (
-        *("/load", "/evict", "/drain", "/resume", "/pin", "/unpin", "/nothing"),
+        *("/load", "/evict", "/drain", "/resume", "/pin", "/unpin", "/adapters", "/nothing"),
     ),
+    ("DELETE", "/api/models/{name:path}"): ("", "/adapters/polite"),
     ("PUT", "/api/models/{target:path}"): ("/limits",),
 }
 """What a path ends with, behind the name of a model."""
@@ -97,6 +104,7 @@ _NO_MODEL: Final = (
     *("/api/instances", "/api/host", "/api/keys"),
     "/v1/batches",
     "/v1/messages/batches",
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 
 

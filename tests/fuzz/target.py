@@ -31,6 +31,7 @@ import msgspec
 import pytest
 
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
+from appliance.checkpoints.adapters import AdapterRoom
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.daemon.daemon import Daemon, Limits
@@ -53,6 +54,8 @@ from appliance.service.settings import Removal
 from appliance.vocabulary import ModelName, Release, SlabMap, Task
 from appliance.worker import frames
 from tests.conftest import write_checkpoint
+from tests.unit.checkpoints.test_adapters import Q, make_base, pair
+from tests.unit.checkpoints.test_adapters import make as make_adapter
 from tests.unit.doubles import front_end as front_end_double
 from tests.unit.doubles.daemon import Box, WorkerDouble, setup_of, small
 from tests.unit.doubles.fake_service import FakeService
@@ -64,6 +67,8 @@ EMBEDDER = "embedder"
 ADDED = "new"
 PULLED = f"downloads/{ADDED}"
 """A model that can be fetched, and what it is called then."""
+ADAPTER = "adapter"
+"""A LoRA adapter that the first model can have."""
 RESPONSE = "resp_0"
 """A stored response that everybody has; another one takes its place when it is deleted or ended."""
 SECRETS = {Scope.INFER: "sk-fuzz-of-somebody", Scope.ADMIN: "sk-fuzz-of-an-operator"}
@@ -102,8 +107,9 @@ use = ["serverlessllm"]
 _MODEL = """
 [[model]]
 name = "{name}"
-path = "tiny"
+path = "{path}"
 max_context = 256
+max_loras = {places}
 """
 
 
@@ -137,6 +143,8 @@ class Whole:
         served = self._box.daemon.catalogue.served
         worker = msgspec.structs.replace(served[EMBEDDER].worker, task=Task.EMBED)
         served[EMBEDDER] = msgspec.structs.replace(served[EMBEDDER], worker=worker)
+        worker = msgspec.structs.replace(served[MODELS[0]].worker, adapter_room=AdapterRoom(2, 16))
+        served[MODELS[0]] = msgspec.structs.replace(served[MODELS[0]], worker=worker)
         self._box.daemon.on_failure = _fail
         self._box.start()
         self._ending = ending
@@ -337,7 +345,11 @@ def _configure(folder: Path, *, keys: bool) -> Config:
         write_checkpoint(folder / source, max_position_embeddings=256)
     path = folder / "appliance.toml"
     line = 'keys = "keys.json"' if keys else ""
-    models = "".join(_MODEL.format(name=name) for name in (*MODELS, EMBEDDER))
+    make_base(folder / "base", max_position_embeddings=256)
+    make_adapter(folder, pair(Q), ADAPTER)
+    models = _MODEL.format(name=MODELS[0], path="base", places=2)
+    for name in (*MODELS[1:], EMBEDDER):
+        models += _MODEL.format(name=name, path="tiny", places=0)
     path.write_text(_CONFIG.format(keys=line) + models, encoding="utf-8")
     if keys:
         holders: dict[str, tuple[Scope, ...]] = {ANYTHING: tuple(Scope)}

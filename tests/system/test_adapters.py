@@ -1,6 +1,7 @@
 """LoRA adapters under a daemon: a base, two adapters and another model in a pool for one of them.
 
-Every output is plain vLLM's with the same adapter, through evictions and the death of the worker.
+Every output is plain vLLM's with the same adapter, through evictions and the death of the worker,
+while a third adapter is loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from tests.system.test_kinds import PROMPTS as KINDS_PROMPTS
 
 BASE, OTHER = "llama-mha", "qwen2-gqa"
 ALL, SOME = f"{BASE}:all", f"{BASE}:some"
+LATE = f"{BASE}:late"
 NAMES = (BASE, ALL, SOME, OTHER)
+TOKENS_BEFORE_LOAD = 20
 TOKENS_BEFORE_KILL = 60
 PROMPTS = KINDS_PROMPTS[:4]
 
@@ -42,25 +45,36 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
     base, other = make_checkpoint(tmp_path, BASE), make_checkpoint(tmp_path, OTHER)
     every = make_adapter(tmp_path / "all", base, seed=1)
     some = make_adapter(tmp_path / "some", base, rank=16, targets=ATTENTION, seed=2)
+    late = make_adapter(tmp_path / "late", base, rank=3, targets=("q_proj", "down_proj"), seed=3)
     file = configure(tmp_path, base, other)
-    expected = plain([(BASE, base, ""), (ALL, base, every), (SOME, base, some), (OTHER, other, "")])
+    expected = plain(
+        [
+            *((BASE, base, ""), (ALL, base, every), (SOME, base, some), (OTHER, other, "")),
+            (LATE, base, late),
+        ]
+    )
 
     with running_daemon(file, load_config(file)) as (url, _):
-        outputs, killed = asyncio.run(ask_all(url))
+        outputs, killed = asyncio.run(ask_all(url, late))
         status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
         listed = httpx.get(f"{url}/v1/models", timeout=PATIENCE_SECONDS).json()["data"]
         tags = httpx.get(f"{url}/api/tags", timeout=PATIENCE_SECONDS).json()["models"]
         unknown = complete(url, f"{BASE}:none", "hello")
         texts = [complete(url, name, "hello").json() for name in (BASE, ALL)]
         ollama = [generate(url, name, "hello") for name in (BASE, f"{BASE}:latest", ALL)]
+        unloaded = change(url, "unload", lora_name=LATE)
+        gone = complete(url, LATE, "hello")
+        kept = load_config(file).models[0].adapters
 
     assert killed
     assert status["instances"][0]["pid"] != killed
     assert outputs == expected
     assert [(one["id"], one["parent"]) for one in listed] == [
-        *((BASE, None), (ALL, BASE), (SOME, BASE), (OTHER, None))
+        *((BASE, None), (ALL, BASE), (SOME, BASE), (LATE, BASE), (OTHER, None))
     ]
-    assert [tag["name"] for tag in tags] == [f"{BASE}:latest", ALL, SOME, f"{OTHER}:latest"]
+    assert [tag["name"] for tag in tags] == [f"{BASE}:latest", ALL, SOME, LATE, f"{OTHER}:latest"]
+    assert (unloaded.status_code, gone.status_code) == (200, 404), unloaded.text
+    assert [one.name for one in kept] == ["all", "some"]
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     assert [one["model"] for one in texts] == [BASE, ALL]
     said = [one["choices"][0]["text"] for one in texts]
@@ -74,6 +88,7 @@ def configure(folder: Path, base: str, other: str) -> Path:
         f'[api]\nbind = "127.0.0.1:{free_port()}"\nadmin_socket = ""\n'
         '[devices]\nkind = "cpu"\nslab = "256KiB"\nmemory = "8MiB"\nhost_cache = "64MiB"\n'
         f'[[model]]\nname = "{BASE}"\npath = "{base}"\ndtype = "float32"\nmax_context = {CONTEXT}\n'
+        "max_loras = 3\n"
         '[[model.adapter]]\nname = "all"\npath = "all"\n'
         '[[model.adapter]]\nname = "some"\npath = "some"\n'
         f'[[model]]\nname = "{OTHER}"\npath = "{other}"\ndtype = "float32"\n'
@@ -102,27 +117,45 @@ def plain(models: list[tuple[str, str, str]]) -> Outputs:
     }
 
 
-async def ask_all(url: str) -> tuple[Outputs, int]:
-    """All prompts of all names at once, and the worker that was killed in the midst of it."""
+async def ask_all(url: str, late: str) -> tuple[Outputs, int]:
+    """All prompts of all names at once, and the worker that was killed in the midst of it; an
+    adapter is loaded meanwhile, and asked, too."""
     outputs: Outputs = {}
     killed = 0
+    begun = asyncio.Event()
 
     def on_token() -> None:
         nonlocal killed
+        if sum(map(len, outputs.values())) >= TOKENS_BEFORE_LOAD:
+            begun.set()
         if not killed and sum(map(len, outputs.values())) >= TOKENS_BEFORE_KILL:
             status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
             killed = status["instances"][0]["pid"]
             os.kill(killed, signal.SIGKILL)
 
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
-        await asyncio.gather(
-            *(
-                ask(client, name, number, outputs.setdefault((name, number), []), on_token)
-                for name in NAMES
-                for number in range(len(PROMPTS))
+
+        async def ask_for(name: str) -> None:
+            await asyncio.gather(
+                *(
+                    ask(client, name, number, outputs.setdefault((name, number), []), on_token)
+                    for number in range(len(PROMPTS))
+                )
             )
-        )
+
+        async def load_late() -> None:
+            await begun.wait()
+            body = {"lora_name": "late", "lora_path": late}
+            loaded = await client.post("/v1/load_lora_adapter", json=body)
+            assert loaded.status_code == 200, loaded.text
+            await ask_for(LATE)
+
+        await asyncio.gather(*map(ask_for, NAMES), load_late())
     return outputs, killed
+
+
+def change(url: str, verb: str, **body: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/{verb}_lora_adapter", json=body, timeout=PATIENCE_SECONDS)
 
 
 def complete(url: str, name: str, prompt: str) -> httpx.Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from litestar import Request, delete, post
@@ -16,12 +16,15 @@ from appliance.http.json import json_answer
 from appliance.service.interface import Watch
 from appliance.service.settings import Settings
 
+ADAPTERS: Final = "/adapters/"
+"""Between the names of a model and one of its adapters, in the path of what is deleted."""
+
 _Unset = msgspec.UnsetType
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class NewAdapter(msgspec.Struct, forbid_unknown_fields=True):
-    """A table ``[[model.adapter]]``."""
+    """A table ``[[model.adapter]]``; the body of ``POST /api/models/NAME/adapters``."""
 
     name: str
     path: str
@@ -44,6 +47,8 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     max_logprobs: int | _Unset = msgspec.UNSET
     return_tokens_as_token_ids: bool | _Unset = msgspec.UNSET
     adapter: list[NewAdapter] | _Unset = msgspec.UNSET
+    max_loras: int | _Unset = msgspec.UNSET
+    max_lora_rank: int | _Unset = msgspec.UNSET
     pooler_config: dict[str, str | int | float | bool] | _Unset = msgspec.UNSET
     speculate: dict[str, str | int] | _Unset = msgspec.UNSET
     task: str | _Unset = msgspec.UNSET
@@ -66,7 +71,14 @@ def catalogue_routes(service: Watch, settings: Settings) -> list[HTTPRouteHandle
     async def remove(
         name: FromPath[str], force: FromQuery[bool] = False, files: FromQuery[bool] = False
     ) -> ASGIResponse:
-        removal = await settings.remove_model(name.removeprefix("/"), force=force, files=files)
-        return json_answer(removal)
+        name = name.removeprefix("/")
+        base, _, adapter = name.rpartition(ADAPTERS)
+        if base and not _is_model(name):
+            return json_answer(await settings.remove_adapter(base, adapter, force=force))
+        return json_answer(await settings.remove_model(name, force=force, files=files))
+
+    def _is_model(name: str) -> bool:
+        """Names of models may have slashes, and say anything between them."""
+        return any(model.model == name for model in service.activity().models)
 
     return [add, remove]

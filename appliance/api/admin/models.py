@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from litestar import get, post
+from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from appliance.api.admin.catalog import NewAdapter
 from appliance.errors import alternatives
+from appliance.http.bodies import parse
 from appliance.http.errors import ApiError
 from appliance.http.json import json_answer
 from appliance.service.interface import ModelNotFound, Service
@@ -47,8 +50,12 @@ def model_admin_routes(service: Service, settings: Settings | None) -> list[HTTP
         return json_answer(activity)
 
     @post("/api/models/{target:path}", status_code=200, operation_id="changeModel")
-    async def change(target: FromPath[str]) -> ASGIResponse:
+    async def change(request: Request[Any, Any, Any], target: FromPath[str]) -> ASGIResponse:
         name, _, verb = target.removeprefix("/").rpartition("/")
+        if name and verb == "adapters" and settings is not None:
+            new = parse(await request.body(), NewAdapter)
+            await settings.add_adapter(name, new.name, new.path)
+            return json_answer(service.model_activity(name))
         if not name or verb not in (*verbs, *lasting):
             message = f"POST /api/models/NAME/... ends with {alternatives((*verbs, *lasting))}"
             raise ApiError(404, message, code="not_found")

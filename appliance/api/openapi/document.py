@@ -17,7 +17,8 @@ from litestar.response.base import ASGIResponse
 
 import appliance
 from appliance.access.keys import NewKey
-from appliance.api.admin.catalog import NewModel
+from appliance.api.admin.adapters import LoadAdapter, UnloadAdapter
+from appliance.api.admin.catalog import NewAdapter, NewModel
 from appliance.api.admin.config import LogLevel, ModelLimits
 from appliance.api.admin.instances import QuarantineReason
 from appliance.api.admin.keys import Keys, MadeKey, RevokedKey, ShownKey
@@ -46,6 +47,10 @@ CANNOT_BE_USED: Final = 422
 _EVENTS: Final = {
     "description": "Events, each with an id, until the client leaves or the appliance ends.",
     "content": {"text/event-stream": {"schema": {"description": "Text, as it comes."}}},
+}
+_LINE: Final = {
+    "description": "Done.",
+    "content": {"text/plain": {"schema": {"type": "string"}}},
 }
 _LAST_EVENT: Final = {
     "Last-Event-ID": {
@@ -121,6 +126,8 @@ class Operation:
     """What else the query may say, and the schema of each."""
     headers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Headers of the request that mean something, and the schema of each."""
+    text: bool = False
+    """Whether a success is a line of text."""
 
 
 OPERATIONS: Final = (
@@ -160,6 +167,15 @@ OPERATIONS: Final = (
             "force": "End its requests, rather than wait for them.",
             "files": "Delete its files, if they lie in the folder of models.",
         },
+    ),
+    Operation(
+        "post", "/api/models/{name}/adapters", "Add a LoRA adapter to a model.", ModelActivity,
+        NewAdapter, (CANNOT_BE_READ, 404, 409, CANNOT_BE_USED),
+    ),
+    Operation(
+        "delete", "/api/models/{name}/adapters/{adapter}", "Remove a LoRA adapter.", Removal,
+        refusals=(CANNOT_BE_READ, 404, 409, CANNOT_BE_USED),
+        options={"force": "End its requests, rather than wait for them."},
     ),
     Operation(
         "post", "/api/models/{name}/load", "Bring its weights to a device.", ModelActivity,
@@ -239,6 +255,14 @@ OPERATIONS: Final = (
         },
         headers=_LAST_EVENT,
     ),
+    Operation(
+        "post", "/v1/load_lora_adapter", "Add a LoRA adapter to a model, as vLLM does.", None,
+        LoadAdapter, (CANNOT_BE_READ, 404, 409, CANNOT_BE_USED), text=True,
+    ),
+    Operation(
+        "post", "/v1/unload_lora_adapter", "Remove a LoRA adapter, as vLLM does.", None,
+        UnloadAdapter, (CANNOT_BE_READ, 404, 409, CANNOT_BE_USED), text=True,
+    ),
     Operation("get", "/api/openapi.json", "This document.", Document),
     Operation("get", "/openapi.json", "This document, where vLLM has its own.", Document),
 )  # fmt: skip
@@ -280,6 +304,8 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
     if one.body is not None:
         refusals.add(inference.BODY_STALLS)
     success = _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer])
+    if one.text:
+        success = _LINE
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
         "summary": one.about,

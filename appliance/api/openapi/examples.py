@@ -73,6 +73,9 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/api/pull"): {"model": "downloads/new", "stream": False},
     ("delete", "/api/delete"): {"model": "new"},
     ("post", "/api/models"): {"name": "mine", "path": "downloads/new", "max_context": 128},
+    ("post", "/api/models/{name}/adapters"): {"name": "legal", "path": "adapter"},
+    ("post", "/v1/load_lora_adapter"): {"lora_name": "polite", "lora_path": "adapter"},
+    ("post", "/v1/unload_lora_adapter"): {"lora_name": "polite"},
     ("post", "/api/instances/{name}/quarantine"): {"reason": "its fan is loud"},
     ("put", "/api/models/{name}/limits"): {"slo": {"ttft": "5s", "tbt": "100ms"}, "max_queue": 20},
     ("post", "/api/keys"): {

@@ -41,7 +41,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from appliance.checkpoints.adapters import Adapter, AdapterPlace, read_adapters
+from appliance.checkpoints.adapters import AdapterPlace, AdapterRoom
 from appliance.checkpoints.draft_heads import head_files
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import keeps_state
@@ -69,7 +69,7 @@ from appliance.engines.vllm.images.arguments import image_args
 from appliance.engines.vllm.images.prompts import ImagePrompts
 from appliance.engines.vllm.kv.cache import KvCache
 from appliance.engines.vllm.kv.placement import KvPlacement, placing
-from appliance.engines.vllm.lora.requests import AdapterTable, lora_arguments
+from appliance.engines.vllm.lora.requests import AdapterTable, BaseAdapters, lora_arguments
 from appliance.engines.vllm.messages import decode_request, encode_output
 from appliance.engines.vllm.pooling import (
     check_pooling,
@@ -124,7 +124,7 @@ class VllmEngine:
         swapper: Swapper,
         task: Task,
         reasoning_parser: str,
-        adapters: Sequence[Adapter],
+        adapters: BaseAdapters,
     ) -> None:
         """Use `build`."""
         self.model = model
@@ -187,6 +187,7 @@ class VllmEngine:
         pooler_config: Mapping[str, PoolerValue] | None = None,
         prompt_images: int = 0,
         adapters: Sequence[AdapterPlace] = (),
+        adapter_room: AdapterRoom | None = None,
         speculation: Speculation | None = None,
         encoded: bool = False,
     ) -> VllmEngine:
@@ -195,15 +196,14 @@ class VllmEngine:
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output of
         a request in tokens; `max_batch` bounds the requests of a step. With `verify`, files are
         compared with their ``SHA256SUMS``, if any, when they are first read. One of several `ranks`
-        (`executor.join_group`) has its shard. `device` is the CPU, if None. Packed weights are kept
-        in `images`. Of a prompt, `prompt_images` are read at most. Requests may ask for one of the
-        `adapters`. Master images may be `encoded`. Raises `CheckpointError` for damaged files,
-        `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, and what vLLM raises.
+        (`executor.join_group`) has its shard. `images` keep packed weights. A prompt has up to
+        `prompt_images`. Other `adapters` may come to `adapter_room`. Raises `CheckpointError` for
+        damaged files, `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, and what vLLM raises.
         """
         check_seams()
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
         headers = _headers(checkpoint, task, prompt_images)
-        lora = read_adapters(adapters, checkpoint, task, ranks, cuda=not where.host_memory)
+        lora = BaseAdapters.read(checkpoint, adapters, adapter_room, task, ranks, where)
         shelf = images.shelf(path, dtype, ranks, adapters) if images is not None else None
         config = _configure(
             ranks,
@@ -215,17 +215,17 @@ class VllmEngine:
             max_model_len=max_context,
             max_num_seqs=max_batch,
             max_logprobs=max_logprobs,
-            **engine_args(task, pooler_config or {}) | lora_arguments(lora),
-            **draft_args(speculation, checkpoint, task, where, ranks, prompt_images, lora),
+            **engine_args(task, pooler_config or {}) | lora_arguments(lora.stacks),
+            **draft_args(speculation, checkpoint, task, where, ranks, prompt_images, lora.stacks),
         )
-        with recording(*headers, lora, head_files(speculation)) as recorded:
+        with recording(*headers, head_files(speculation), lora.adapters, lora.stacks) as recorded:
             placed = (model, recorded, arena, host, swapper, where, shelf, verify, encoded)
             place = partial(PlacedWeights.place, *placed)
-            images_of = _images_of(checkpoint, config, prompt_images)
-            kv = KvPlacement(arena, f"kv:{model}", max_context, where, place, *images_of)
+            read = _images_of(checkpoint, config, prompt_images)
+            kv = KvPlacement(arena, f"kv:{model}", max_context, where, place, *read)
+            others = (kv, host, swapper, task, reasoning_parser, lora)
             with placing(kv):
-                core = _start(config, ranks)
-                return cls(model, core, kv, host, swapper, task, reasoning_parser, lora)
+                return cls(model, _start(config, ranks), *others)
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -234,6 +234,13 @@ class VllmEngine:
 
     def begin_load(self) -> Transfer:
         return self._placed.weights.begin_load()
+
+    def put_adapters(
+        self, adapters: Sequence[AdapterPlace], slots: Sequence[int], *, image: bool
+    ) -> None:
+        found = self._adapters.read(adapters)
+        self._placed.put_adapters(found, slots, master=image)
+        self._adapters.change(found)
 
     def evict_weights(self) -> None:
         self._placed.weights.evict()
@@ -271,7 +278,7 @@ class VllmEngine:
         if name in self._scheduler.requests:
             raise ValueError(f"request {name} is known already")
         asked = decode_request(sequence.body)
-        self._check_prompt(asked, sequence)
+        _check_prompt(asked, sequence, self._scheduler.max_model_len, self._vocabulary)
         adapter = self._adapters.asked(asked)
         params = asked.sampling_params
         if params is not None:
@@ -300,19 +307,6 @@ class VllmEngine:
         request.prefill_stats = None
         self._states.add(sequence, asked, adapter, images)
         self._scheduler.requests[name] = request
-
-    def _check_prompt(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
-        """Raises `ValueError`."""
-        if asked.prompt_embeds is not None:
-            raise ValueError("prompts are made of tokens and images, not of embeddings")
-        tokens = len(sequence.prompt) + len(sequence.output)
-        most = self._scheduler.max_model_len - (asked.sampling_params is not None)
-        if not sequence.prompt or tokens > most:
-            raise ValueError(f"{tokens} tokens leave no room in {self._scheduler.max_model_len}")
-        if max(sequence.prompt) >= self._vocabulary:
-            raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
-        if min(sequence.prompt) < 0:
-            raise ValueError(f"{min(sequence.prompt)} is not a token")
 
     def _check_sampling(self, params: SamplingParams, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
@@ -618,6 +612,21 @@ def _headers(
 def _images_of(checkpoint: ModelConfig, config: VllmConfig, most: int) -> tuple[int, int]:
     """How many a prompt has at most, and the bytes of what is made of each of their tokens."""
     return most, image_token_bytes(checkpoint, config.model_config.dtype.itemsize) if most else 0
+
+
+def _check_prompt(
+    asked: EngineCoreRequest, sequence: SequenceSpec, max_context: int, vocabulary: int
+) -> None:
+    """Raises `ValueError`."""
+    if asked.prompt_embeds is not None:
+        raise ValueError("prompts are made of tokens and images, not of embeddings")
+    tokens = len(sequence.prompt) + len(sequence.output)
+    if not sequence.prompt or tokens > max_context - (asked.sampling_params is not None):
+        raise ValueError(f"{tokens} tokens leave no room in {max_context}")
+    if max(sequence.prompt) >= vocabulary:
+        raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
+    if min(sequence.prompt) < 0:
+        raise ValueError(f"{min(sequence.prompt)} is not a token")
 
 
 def _start(config: VllmConfig, ranks: int) -> EngineCore:

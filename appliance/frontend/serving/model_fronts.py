@@ -82,6 +82,18 @@ class ModelFront:
         self.model = model
         self.llm = llm
         self.state = state
+        self.adapt(model)
+
+    def adapt(self, model: FrontModel) -> None:
+        """Have the adapters of `model`, which is the same but for these."""
+        self.model = model
+        self.state.openai_serving_models.lora_requests = {
+            # The path is vLLM's wish: engines know it from the core, and look at the name.
+            name: LoRARequest(
+                lora_name=name, lora_int_id=number, lora_path=name, base_model_name=None
+            )
+            for number, name in enumerate(model.adapters, 1)
+        }
 
 
 class ModelFronts:
@@ -98,7 +110,7 @@ class ModelFronts:
 
     def change(self, models: Iterable[FrontModel]) -> None:
         """The catalogue is this from now on. What was removed or changed lives until the last
-        call that uses it is over."""
+        call that uses it is over; adapters come and go as they are."""
         self._models = {model.name: model for model in models}
         self._names = {
             alias: model for model in self._models.values() for alias in names_of(model.name)
@@ -108,7 +120,10 @@ class ModelFronts:
         }
         self._names |= self._models
         for name, front in list(self._built.items()):
-            if self._models.get(name) != front.model:
+            model = self._models.get(name)
+            if model is not None and _but_adapters(model) == _but_adapters(front.model):
+                front.adapt(model)
+            else:
                 del self._built[name]
 
     def resolve(self, asked: str | None) -> FrontModel:
@@ -175,7 +190,7 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     """Make a model's front half; in any thread, once for a model at a time. Raises whatever the
     checkpoint's files cause."""
     args = arguments(model)
-    llm = FrontLLM(core, model, configuration(args, adapters=len(model.adapters)))
+    llm = FrontLLM(core, model, configuration(args, adapters=model.takes_adapters))
     # Guides are checked where they may end the process (`appliance.frontend.guide_compiler`).
     llm.input_processor.structured_outputs_config = None
     prepare_in_turns(llm.renderer)
@@ -183,11 +198,6 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     for name in SERVING:
         setattr(state, name, None)
     asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
-    state.openai_serving_models.lora_requests = {
-        # The path is vLLM's wish: engines know it from the configuration, and look at the name.
-        name: LoRARequest(lora_name=name, lora_int_id=number, lora_path=name, base_model_name=None)
-        for number, name in enumerate(model.adapters, 1)
-    }
     llm.engine_core.one_by_one = keep_held_text(state)
     if model.pools_tokens:
         # vLLM would compare texts token by token in the worker that has seen the other one.
@@ -232,7 +242,11 @@ def _limits(images: int) -> dict[str, int]:
     return {"image": images, "video": 0, "audio": 0}
 
 
-def configuration(args: Namespace, *, adapters: int = 0) -> VllmConfig:
+def _but_adapters(model: FrontModel) -> FrontModel:
+    return msgspec.structs.replace(model, adapters=())
+
+
+def configuration(args: Namespace, *, adapters: bool = False) -> VllmConfig:
     """As vLLM's own server without a GPU makes it: no device is asked for, nothing is reserved."""
     envs.VLLM_CPU_KVCACHE_SPACE = 0
     engine = AsyncEngineArgs.from_cli_args(args)
@@ -241,7 +255,7 @@ def configuration(args: Namespace, *, adapters: int = 0) -> VllmConfig:
     structured = engine.create_structured_outputs_config()
     # Serving objects read the parser where the arguments have it.
     args.structured_outputs_config = structured
-    lora = LoRAConfig(max_loras=adapters) if adapters else None
+    lora = LoRAConfig() if adapters else None
     return VllmConfig(
         model_config=model_config, structured_outputs_config=structured, lora_config=lora
     )

@@ -265,6 +265,8 @@ def test_what_is_not_known_is_an_operator_s() -> None:
     """An endpoint that nobody thought of is not open by accident."""
     assert scope_of("/api/whatever") is Scope.ADMIN
     assert scope_of("/v1") is Scope.ADMIN
+    assert scope_of("/v1/load_lora_adapter") is Scope.ADMIN
+    assert scope_of("/v1/unload_lora_adapter") is Scope.ADMIN
     assert scope_of("/api/chat") is Scope.INFER
     assert scope_of("/livez") is None
 

@@ -73,13 +73,18 @@ def test_every_endpoint_is_described(app: Litestar) -> None:
         and method != "OPTIONS"
     }
     described = {
-        (method, re.sub(r"^/api/models/{name}/\w+$", MODEL_VERBS, path))
+        (method, re.sub(r"^/api/models/{name}/\w+$", MODEL_VERBS, _deleted(path)))
         for path, item in document()["paths"].items()
         for method in item
         if not is_front_path(path)
     }
 
     assert described == there
+
+
+def _deleted(path: str) -> str:
+    """An adapter is deleted where a model is, whose name may have slashes, too."""
+    return path.removesuffix("/adapters/{adapter}")
 
 
 def test_what_front_ends_answer_is_described() -> None:
@@ -150,6 +155,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/log-level": {"level": "info"},
     "/api/instances/{name}/quarantine": {"reason": "a test"},
     "/api/models/{name}/limits": {"max_queue": 5},
+    "/api/models/{name}/adapters": {"name": "legal", "path": "nowhere"},
     "/api/models": {"name": "b", "path": "tiny", "max_context": 64},
     "/api/keys": {"name": "ci", "models": ["a"], "expires": "30d"},
 }

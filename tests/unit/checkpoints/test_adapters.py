@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 
 from appliance.checkpoints.adapters import (
     AdapterPlace,
+    AdapterRoom,
+    AdapterStacks,
     UnsupportedAdapter,
-    adapter_bytes,
     read_adapters,
 )
 from appliance.checkpoints.model_config import read_model_config
@@ -58,7 +59,11 @@ def make_base(folder: Path, **changes: Any) -> Path:
 
 
 def make(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], name: str = "one", **said: Any
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    name: str = "one",
+    slot: int = 0,
+    **said: Any,
 ) -> AdapterPlace:
     """An adapter with tensors of these shapes, by name."""
     path = folder / name
@@ -67,7 +72,7 @@ def make(
     save_file(arrays, path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **said}
     (path / "adapter_config.json").write_text(json.dumps(config))
-    return AdapterPlace(name, str(path))
+    return AdapterPlace(name, str(path), slot)
 
 
 def pair(layer: str, rank: int = 4) -> dict[str, tuple[int, ...]]:
@@ -84,6 +89,7 @@ def test_what_an_adapter_says(tmp_path: Path, base: Path) -> None:
             tmp_path,
             {**pair(Q), **pair(DOWN, 16)},
             "patterns",
+            slot=1,
             rank_pattern={"down_proj": 16},
             alpha_pattern={"mlp.down_proj": 2, "wn_proj": 5},
             use_rslora=True,
@@ -98,7 +104,21 @@ def test_what_an_adapter_says(tmp_path: Path, base: Path) -> None:
         DOWN: (16, 0.5),
     }
     # Both have a place in both layers, of the larger rank.
-    assert adapter_bytes([plain, patterns], 2) == 2 * 2 * (4 * (16 + 8) + 16 * (8 + 24))
+    stacks = AdapterStacks.plan([plain, patterns], read_model_config(base), None)
+    assert stacks.nbytes(2) == 2 * 2 * (4 * (16 + 8) + 16 * (8 + 24))
+
+
+def test_room_is_what_the_base_says(tmp_path: Path, base: Path) -> None:
+    """So many places in every linear layer, of the largest rank, whatever adapters there are."""
+    config = read_model_config(base)
+    place = make(tmp_path, pair(Q), "plain", slot=2)
+    (plain,) = read_adapters([place], config)
+    stacks = AdapterStacks.plan([plain], config, AdapterRoom(3, 8))
+
+    assert stacks.nbytes(2) == 2 * 3 * 8 * ((16 + 8) + (8 + 24))
+    assert stacks == AdapterStacks.plan([], config, AdapterRoom(3, 8))
+    with pytest.raises(UnsupportedAdapter, match=r"rank 4, more than max_lora_rank \(3\)"):
+        AdapterStacks.plan([plain], config, AdapterRoom(3, 3))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +284,9 @@ def test_adapters_of_a_configuration(tmp_path: Path, base: Path) -> None:
     config = load_config(configure(tmp_path, adapter("legal"), adapter("polite")))
 
     llama, other = config.models
-    assert adapter_places(llama) == tuple(AdapterPlace(n, place.path) for n in ("legal", "polite"))
+    assert adapter_places(llama) == tuple(
+        AdapterPlace(name, place.path, slot) for slot, name in enumerate(("legal", "polite"))
+    )
     without, plain = read_model(other, config.devices), read_model(llama, config.devices)
     told = CliRunner().invoke(cli, ["config", "check", str(tmp_path / "appliance.toml"), "--json"])
     assert [one["adapters"] for one in json.loads(told.stdout)] == [

@@ -86,6 +86,32 @@ async def test_a_model_is_shown(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "places", "rank", "line"),
+    [
+        (("m:a",), 1, 0, "m:a (a fixed list)"),
+        (("m:a", "m:b"), 4, 16, "m:a, m:b (2 of 4 places, for ranks up to 16)"),
+        ((), 4, 16, "none (0 of 4 places, for ranks up to 16)"),
+    ],
+)
+async def test_adapters_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+    call: Call,
+    names: tuple[str, ...],
+    places: int,
+    rank: int,
+    line: str,
+) -> None:
+    facts = msgspec.structs.replace(
+        MODEL.facts, adapters=names, max_loras=places, max_lora_rank=rank
+    )
+    monkeypatch.setattr(OneModel, "model", msgspec.structs.replace(MODEL, facts=facts))
+
+    shown = await call("org/small")
+
+    assert f"adapters      {line}" in shown.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
     ("images", "reads"),
     [
         (0, "text only, no images"),

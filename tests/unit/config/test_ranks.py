@@ -50,11 +50,16 @@ def test_an_instance_has_at_least_one_rank(tmp_path: Path, fake_checkpoint: Make
 
 
 def test_ranks_have_no_encoded_weights(tmp_path: Path, fake_checkpoint: Make) -> None:
-    """Nor have those with images on disk: each is refused, with what can be left out for it."""
+    """Nor have those with images on disk, or places for adapters: each is refused, with what can be
+    left out for it."""
     fake_checkpoint()
     path = tmp_path / "appliance.toml"
-    for more in ("", "tensor_parallel = 2", 'images = "images"'):
-        text = TEXT.format(ranks=1, memory="8MiB").replace("tensor_parallel = 1", more)
+    for more in ("", "tensor_parallel = 2", 'images = "images"', "max_loras = 2"):
+        text = TEXT.format(ranks=1, memory="8MiB")
+        if more.startswith("max_loras"):
+            text += f"{more}\n"
+        else:
+            text = text.replace("tensor_parallel = 1", more)
         path.write_text(text.replace("[devices]", '[devices]\nhost_cache_codec = "exp7"'))
         if not more:
             assert load_config(path).devices.host_cache_codec == "exp7"

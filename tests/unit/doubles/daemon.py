@@ -105,6 +105,9 @@ class WorkerDouble:
         self.held = False
         self.tells_slabs = False
         """Whether it says whose its slabs are; else the test does."""
+        self.puts_adapters = True
+        """Whether it answers at once that it put adapters, or why not; else the test does."""
+        self.refuses_adapters: str | None = None
         self.stop_error: Exception | None = None
         self.sent: list[frames.Down] = []
         """Every frame down, in order, over all lives."""
@@ -159,6 +162,11 @@ class WorkerDouble:
                 return
             case frames.AddModel() | frames.Verify() | frames.PrepareGuide():
                 return  # the test answers
+            case frames.PutAdapters():
+                if self.puts_adapters:
+                    refused = self.refuses_adapters
+                    self.deliver(frames.AdaptersPut(self.instance, heard.number, refused))
+                return
             case frames.ReportSlabs():
                 if self.tells_slabs:
                     self.deliver(frames.SlabsReported(self.instance, self._slabs()))

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from appliance import framing
+from appliance.checkpoints.adapters import AdapterPlace
 from appliance.engines.protocol import (
     DraftUse,
     GuideRefused,
@@ -77,6 +78,10 @@ UNREADABLE: set[str] = set()
 """Models whose files are gone."""
 
 
+GONE = "/nowhere"
+"""The path of an adapter that cannot be read."""
+
+
 @dataclass
 class EngineDouble:
     """An engine that counts: one slab of KV per request on the device, one token per step."""
@@ -114,6 +119,10 @@ class EngineDouble:
     """Of each request: those behind the first were drafted."""
     drafts: DraftUse = NO_DRAFTS
     retired: bool = False
+    adapters: list[tuple[tuple[AdapterPlace, ...], tuple[int, ...], bool]] = field(
+        default_factory=list
+    )
+    """What was put: adapters, places, and whether in the image, too."""
 
     def retire(self) -> None:
         self.evict_weights()
@@ -139,6 +148,13 @@ class EngineDouble:
                 raise PoolExhausted
             self.load = self.start(TransferKind.WEIGHTS, WEIGHT_BYTES)
         return self.load
+
+    def put_adapters(
+        self, adapters: Sequence[AdapterPlace], slots: Sequence[int], *, image: bool
+    ) -> None:
+        if any(one.path == GONE for one in adapters):
+            raise CheckpointError(f"{GONE} cannot be read")
+        self.adapters.append((tuple(adapters), tuple(slots), image))
 
     def evict_weights(self) -> None:
         if self.load is not None:
@@ -1280,6 +1296,26 @@ def test_the_pool_s_kv_is_reported_by_shape() -> None:
     assert full.kv == {300: KvBytes(200, 150, 20, 200), 500: KvBytes(50, 10, 0, 50)}
     assert later.kv == {300: KvBytes(100, 90, 0, 200), 500: KvBytes(50, 10, 0, 50)}
     assert (full.kv_peak_bytes, later.kv_peak_bytes) == (250, 250)
+
+
+def test_adapters_are_put_between_jobs() -> None:
+    """Into engines that are built; a later one is built with what came before."""
+    bench = Bench("a", "b")
+    legal, gone = AdapterPlace("legal", "/legal", 1), AdapterPlace("gone", GONE)
+
+    reports = bench.carry_out(
+        build("a"),
+        wire.PutAdapters(1, "a", (legal,), (1,), image=True),
+        wire.PutAdapters(2, "a", (legal, gone), (0,)),
+        wire.PutAdapters(3, "b", (legal,), (1,)),
+    )
+
+    assert reports[-3:] == [
+        wire.AdaptersPut(3, 1),
+        wire.AdaptersPut(3, 2, "/nowhere cannot be read"),
+        wire.AdaptersPut(3, 3),
+    ]
+    assert bench.engines["a"].adapters == [((legal,), (1,), True)]
 
 
 def test_weights_are_verified_between_jobs() -> None:

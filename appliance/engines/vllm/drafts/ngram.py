@@ -32,7 +32,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from appliance.checkpoints.adapters import Adapter
+from appliance.checkpoints.adapters import AdapterStacks
 from appliance.checkpoints.draft_heads import read_head
 from appliance.checkpoints.drafts import Speculation, check_drafts
 from appliance.checkpoints.model_config import ModelConfig
@@ -79,7 +79,7 @@ def draft_args(
     device: Device,
     ranks: int,
     images: int,
-    adapters: Sequence[Adapter],
+    stacks: AdapterStacks,
 ) -> dict[str, Any]:
     """vLLM's arguments for a model with drafts; none without. Raises `UnsupportedModel` for one
     that may not have drafts, such as one with adapters, or whose prompts have `images`, and
@@ -92,7 +92,7 @@ def draft_args(
         on_cpu=device.host_memory,
         ranks=ranks,
         images=images,
-        adapters=bool(adapters),
+        adapters=bool(stacks.slots),
     )
     if speculation.has_head:
         read_head(checkpoint, speculation)

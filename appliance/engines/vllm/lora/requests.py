@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.lora.layers import LoRAMapping
@@ -10,12 +11,61 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from appliance.checkpoints.adapters import Adapter, full_name
+from appliance.checkpoints.adapters import (
+    Adapter,
+    AdapterPlace,
+    AdapterRoom,
+    AdapterStacks,
+    check_base,
+    full_name,
+    read_adapters,
+)
+from appliance.checkpoints.model_config import ModelConfig
+from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.lora.products import AdapterProducts
+from appliance.errors import CheckpointError
+from appliance.vocabulary import Task
+
+
+@dataclass(frozen=True, slots=True)
+class BaseAdapters:
+    """The adapters that a base is built with, and the places it has for them and for others."""
+
+    base: ModelConfig
+    room: AdapterRoom | None
+    adapters: tuple[Adapter, ...]
+    stacks: AdapterStacks
+
+    @classmethod
+    def read(
+        cls,
+        base: ModelConfig,
+        places: Sequence[AdapterPlace],
+        room: AdapterRoom | None,
+        task: Task,
+        ranks: int,
+        device: Device,
+    ) -> BaseAdapters:
+        """Raises `CheckpointError`, also for a base that is not served with adapters."""
+        cuda = not device.host_memory
+        if room is not None:
+            check_base(base, task=task, ranks=ranks, cuda=cuda)
+        adapters = read_adapters(places, base, task, ranks, cuda=cuda)
+        return cls(base, room, adapters, AdapterStacks.plan(adapters, base, room))
+
+    def others(self, places: Sequence[AdapterPlace]) -> tuple[Adapter, ...]:
+        """Read those that the base is to have instead. Raises `CheckpointError`."""
+        if self.room is None:
+            raise CheckpointError(
+                f"{self.base.path} has no room for other adapters: max_loras is 0"
+            )
+        adapters = read_adapters(places, self.base)
+        AdapterStacks.plan(adapters, self.base, self.room)
+        return adapters
 
 
 class FixedAdapters:
-    """Replaces the manager of adapters of vLLM's runner: all are in place for good."""
+    """Replaces the manager of adapters of vLLM's runner: all are in their places."""
 
     def __init__(self, products: AdapterProducts) -> None:
         self._products = products
@@ -32,16 +82,29 @@ class FixedAdapters:
 class AdapterTable:
     """The adapters of a model, by what clients call them with it."""
 
-    def __init__(self, model: str, adapters: Sequence[Adapter], runner: GPUModelRunner) -> None:
+    def __init__(self, model: str, adapters: BaseAdapters, runner: GPUModelRunner) -> None:
         """From now on the `runner` of the model, in whose weights they are, computes with them."""
         self._model = model
-        if adapters:
+        self._base = adapters
+        self._known: dict[str, LoRARequest] = {}
+        if adapters.stacks.slots:
             runner.lora_manager = FixedAdapters(runner.get_model().lora_manager)
+        self.change(adapters.adapters)
+
+    def read(self, places: Sequence[AdapterPlace]) -> tuple[Adapter, ...]:
+        """Those that the model is to have instead (`BaseAdapters.others`)."""
+        return self._base.others(places)
+
+    def change(self, adapters: Sequence[Adapter]) -> None:
+        """These are there from now on. Blocks of KV are known by the path, too, so that none is
+        shared with an adapter that has had the same one."""
         self._known = {
-            full_name(model, adapter.place.name): LoRARequest(
-                lora_name=adapter.place.name, lora_int_id=number, lora_path=adapter.place.path
+            full_name(self._model, adapter.place.name): LoRARequest(
+                lora_name=adapter.place.name,
+                lora_int_id=1 + adapter.place.slot,
+                lora_path=adapter.identity,
             )
-            for number, adapter in enumerate(adapters, 1)
+            for adapter in adapters
         }
 
     def asked(self, request: EngineCoreRequest) -> LoRARequest | None:
@@ -56,15 +119,15 @@ class AdapterTable:
         return known
 
 
-def lora_arguments(adapters: Sequence[Adapter]) -> dict[str, Any]:
+def lora_arguments(stacks: AdapterStacks) -> dict[str, Any]:
     """Arguments of vLLM's engine. The tensors that vLLM makes itself are as small as it can make
     them: `stack_adapters` replaces them."""
-    if not adapters:
+    if not stacks.slots:
         return {}
-    targets = {name.rpartition(".")[2] for adapter in adapters for name in adapter.layers}
+    targets = {name.rpartition(".")[2] for name in stacks.layers}
     return {
         "enable_lora": True,
-        "max_loras": len(adapters),
+        "max_loras": stacks.slots,
         "max_lora_rank": 1,
         "lora_target_modules": sorted(targets),
     }

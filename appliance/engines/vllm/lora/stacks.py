@@ -3,21 +3,24 @@
 vLLM's layers with adapters keep, for each slice of their output (q, k and v are three), two tensors
 with a place for each adapter: A ``[slots, 1, rank, in]`` and B ``[slots, 1, out, rank]``. Here they
 are parameters: they lie with the base's weights, in its image, come and go with it, and are read by
-the same code. An adapter is in one place for good, so vLLM never has to load one.
+the same code. An adapter is in one place as long as it is there, so vLLM never has to load one; and
+one place can be written anew while requests use the others.
 
-B is stored times ``alpha / r``, as vLLM makes it. What an adapter does not have is zero.
+B is stored times ``alpha / r``, as vLLM makes it. What an adapter does not have is zero, and so is
+a place without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from appliance.checkpoints.adapters import LowRank, UnsupportedAdapter, stacked_ranks
+from appliance.checkpoints.adapters import Adapter, AdapterStacks, LowRank, UnsupportedAdapter
 from appliance.checkpoints.safetensors import TensorEntry
 from appliance.engines.vllm.lora.products import AdapterProducts
+from appliance.engines.vllm.weights.loading import WeightPiece
 from appliance.engines.vllm.weights.recipe import (
     DTYPES,
     Axis,
@@ -26,35 +29,118 @@ from appliance.engines.vllm.weights.recipe import (
     RecipeRecording,
     Write,
 )
+from appliance.memory.weights import WeightLayout
 
-_STACKS: Final = ("lora_a_stacked", "lora_b_stacked")
+_PARTS: Final = ("lora_a_stacked", "lora_b_stacked")
 
 
-def stack_adapters(model: Any, recorded: RecipeRecording) -> None:
+class Stack(NamedTuple):
+    """A stacked tensor: A, or B, of all adapters for one layer of the checkpoint."""
+
+    layer: str
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    is_b: bool
+
+    @property
+    def place(self) -> int:
+        """Elements of one adapter."""
+        return self.shape[2] * self.shape[3]
+
+    def ingredients(self, adapters: Sequence[Adapter], first_file: int) -> Ingredients:
+        """What all of it is made of; the file of the first adapter has this number."""
+        slots = _by_slot(adapters, first_file)
+        writes = (
+            write
+            for slot in range(self.shape[0])
+            for write in self._writes(slots.get(slot), slot * self.place)
+        )
+        return Ingredients(self.dtype, self.shape, tuple(writes))
+
+    def piece(
+        self, adapters: Sequence[Adapter], first_file: int, slot: int, at: int
+    ) -> WeightPiece:
+        """What writes one place of it, in an image that has all of it from byte `at` on."""
+        found = _by_slot(adapters, first_file).get(slot)
+        nbytes = self.place * self.dtype.itemsize
+        writes = tuple(self._writes(found, 0))
+        return WeightPiece(at + slot * nbytes, nbytes, self.dtype, self.place, writes, None)
+
+    def _writes(self, found: tuple[Adapter, int] | None, start: int) -> Iterator[Write]:
+        """What writes the place of an adapter, whose file has this number, or of none."""
+        low = found[0].layers.get(self.layer) if found is not None else None
+        if found is None or low is None:
+            yield Write(0.0, (Axis(self.place, 0, 1),), start)
+            return
+        rows, columns = self.shape[2:]
+        yield from _placed(low, found[1], rows, columns, start, is_b=self.is_b)
+
+
+def stack_adapters(model: Any, recorded: RecipeRecording) -> dict[str, Stack]:
     """Give the layers of a model that vLLM built for adapters their stacked parameters, which hold
-    nothing yet, and `AdapterProducts` to compute with.
+    nothing yet, and `AdapterProducts` to compute with. Returns the stacks by the parameters' names.
 
     Raises `UnsupportedAdapter` for a layer that vLLM computes in another way.
     """
-    manager, adapters = model.lora_manager, recorded.adapters
-    products = AdapterProducts(len(adapters))
-    ranks = stacked_ranks(adapters)
+    manager, stacks = model.lora_manager, recorded.stacks
+    products = AdapterProducts(stacks.slots)
+    made: dict[str, Stack] = {}
     placed: set[str] = set()
     for name, layer in manager.modules.items():
         names = _slices(name, manager.packed_modules, layer)
-        stacks = _Stacks(layer, names, ranks, recorded)
-        for attribute, tensors in zip(_STACKS, stacks.make(), strict=True):
-            # Registered, they are parameters of the layer; vLLM looks for them in a tuple.
-            for number, parameter in enumerate(tensors):
+        for attribute, is_b in zip(_PARTS, (False, True), strict=True):
+            tensors = []
+            for number, old in enumerate(getattr(layer, attribute)):
+                stack = _stack(old, names[number], stacks, is_b=is_b)
+                parameter = torch.nn.Parameter(
+                    torch.empty(stack.shape, dtype=stack.dtype), requires_grad=False
+                )
+                if stack.place:
+                    made[f"{name}.{attribute}_{number}"] = stack
+                    recorded.note(
+                        parameter, stack.ingredients(recorded.adapters, recorded.adapter_files)
+                    )
+                # Registered, they are parameters of the layer; vLLM looks for them in a tuple.
                 layer.register_parameter(f"{attribute}_{number}", parameter)
-            setattr(layer, attribute, tensors)
+                tensors.append(parameter)
+            setattr(layer, attribute, tuple(tensors))
         layer.set_mapping(products)
         placed.update(names)
-    if missing := sorted(ranks.keys() - placed):
+    if missing := sorted(stacks.layers.keys() - placed):
         raise UnsupportedAdapter(f"vLLM has no place for the adapters of {missing[0]}")
     # Nothing of what vLLM loads, moves or counts adapters with is in use from here on.
     manager.punica_wrapper_mapping = {}
     model.lora_manager = products
+    return made
+
+
+def place_pieces(
+    stacks: Mapping[str, Stack],
+    layout: WeightLayout,
+    adapters: Sequence[Adapter],
+    first_file: int,
+    slots: Collection[int],
+) -> list[WeightPiece]:
+    """What writes these places anew in an image of the layout, in its order."""
+    return [
+        stacks[tensor.name].piece(adapters, first_file, slot, offset)
+        for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+        if tensor.name in stacks
+        for slot in sorted(slots)
+    ]
+
+
+def _by_slot(adapters: Sequence[Adapter], first_file: int) -> dict[int, tuple[Adapter, int]]:
+    """Adapters with the numbers of their files, by their places."""
+    return {one.place.slot: (one, number) for number, one in enumerate(adapters, first_file)}
+
+
+def _stack(old: torch.Tensor, name: str, stacks: AdapterStacks, *, is_b: bool) -> Stack:
+    """What takes the place of one of vLLM's stacked tensors."""
+    found = stacks.layers.get(name)
+    rank = found.rank if found is not None else 0
+    inner = (old.shape[2], rank) if is_b else (rank, old.shape[3])
+    return Stack(name, (stacks.slots, 1, *inner), old.dtype, is_b)
 
 
 def _slices(name: str, packed: Mapping[str, Sequence[str]], layer: Any) -> list[str]:
@@ -63,55 +149,6 @@ def _slices(name: str, packed: Mapping[str, Sequence[str]], layer: Any) -> list[
     if len(names) != layer.n_slices or layer.tp_size != 1:
         raise UnsupportedAdapter(f"vLLM divides {name} otherwise than its checkpoint")
     return names
-
-
-class _Stacks:
-    """The stacked tensors of one of vLLM's layers."""
-
-    def __init__(
-        self,
-        layer: Any,
-        names: Sequence[str],
-        ranks: Mapping[str, int],
-        recorded: RecipeRecording,
-    ) -> None:
-        self._layer = layer
-        self._names = names
-        self._ranks = ranks
-        self._recorded = recorded
-        self._adapters = recorded.adapters
-
-    def make(self) -> tuple[tuple[torch.nn.Parameter, ...], ...]:
-        """Of A and of B, the parameter of each slice."""
-        both: tuple[list[torch.nn.Parameter], ...] = ([], [])
-        for number, name in enumerate(self._names):
-            old_a = self._layer.lora_a_stacked[number]
-            old_b = self._layer.lora_b_stacked[number]
-            slots, rank = len(self._adapters), self._ranks.get(name, 0)
-            shapes = ((slots, 1, rank, old_a.shape[3]), (slots, 1, old_b.shape[2], rank))
-            for made, shape, is_b in zip(both, shapes, (False, True), strict=True):
-                parameter = torch.nn.Parameter(
-                    torch.empty(shape, dtype=old_a.dtype), requires_grad=False
-                )
-                if rank:
-                    writes = self._writes(name, shape, is_b=is_b)
-                    self._recorded.note(parameter, Ingredients(old_a.dtype, shape, tuple(writes)))
-                made.append(parameter)
-        return tuple(tuple(made) for made in both)
-
-    def _writes(self, name: str, shape: tuple[int, ...], *, is_b: bool) -> list[Write]:
-        writes: list[Write] = []
-        rows, columns = shape[2:]
-        for slot, adapter in enumerate(self._adapters):
-            start = slot * rows * columns
-            low = adapter.layers.get(name)
-            if low is None:
-                writes.append(Write(0.0, (Axis(rows * columns, 0, 1),), start))
-                continue
-            writes += _placed(
-                low, self._recorded.adapter_files + slot, rows, columns, start, is_b=is_b
-            )
-        return writes
 
 
 def _placed(

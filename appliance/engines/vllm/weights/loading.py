@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from appliance.engines.vllm.weights.experts import ExpertPacking
 from appliance.engines.vllm.weights.packed import Packing
 from appliance.engines.vllm.weights.recipe import DTYPES, Ingredients, LayerRecipe, Origin, Write
 from appliance.memory import mapping
-from appliance.memory.transfers import Transfer
+from appliance.memory.transfers import Transfer, TransferKind
 from appliance.memory.weight_cache.pipeline import make_pieces
 from appliance.memory.weights import Image, WeightLayout
 
@@ -96,6 +97,8 @@ class CheckpointImage:
     ) -> None:
         """`verify`: the first time, compare the files with their folder's checksums, if any."""
         self._files = tuple(files)
+        self._layout = layout
+        self._packings = packings
         self._cpus = cpus
         self._unverified: list[Path] = _folders(files) if verify else []
         self._pieces = list(_all_pieces(layout, ingredients, packings))
@@ -114,6 +117,23 @@ class CheckpointImage:
             for piece in self._pieces
         )
 
+    def remade(
+        self, files: Sequence[WeightFile], ingredients: Mapping[str, Ingredients]
+    ) -> CheckpointImage:
+        """The same with other files for parts of it. Those that are new are taken as they are."""
+        made = CheckpointImage(
+            files, self._layout, ingredients, self._packings, cpus=self._cpus, verify=False
+        )
+        made._unverified = [folder for folder in self._unverified if folder in _folders(files)]
+        return made
+
+    def write(self, pieces: Sequence[WeightPiece], image: Image) -> None:
+        """Write some pieces of the image alone. Raises `CheckpointError`."""
+        nbytes = sum(piece.nbytes for piece in pieces)
+        self._make(
+            pieces, Transfer(TransferKind.WEIGHTS, "pieces", nbytes, time.monotonic()), image
+        )
+
     def __call__(self, transfer: Transfer, image: Image) -> None:
         """Write the image; the transfer lands piece by piece, in order.
 
@@ -123,6 +143,11 @@ class CheckpointImage:
         while self._unverified:
             verify_sums(self._unverified[-1])
             self._unverified.pop()
+        self._make(self._pieces, transfer, image)
+
+    def _make(
+        self, pieces: Sequence[WeightPiece | LayerPiece], transfer: Transfer, image: Image
+    ) -> None:
         with ExitStack() as stack:
             descriptors = [stack.enter_context(file.open()) for file in self._files]
 
@@ -130,7 +155,7 @@ class CheckpointImage:
                 packed.compute_alone()
                 return _Bench(self._files, descriptors, image)
 
-            make_pieces(self._pieces, transfer, bench, self._cpus)
+            make_pieces(pieces, transfer, bench, self._cpus)
 
 
 class _Bench:

@@ -37,7 +37,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models import adapters
 
-from appliance.checkpoints.adapters import Adapter
+from appliance.checkpoints.adapters import NO_STACKS, Adapter, AdapterStacks
 from appliance.checkpoints.language_models import TRANSPOSED_EXPERTS
 from appliance.checkpoints.quantized import floats
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
@@ -237,12 +237,15 @@ class RecipeRecording:
         self,
         files: Sequence[WeightFile],
         dense_files: Sequence[WeightFile] = (),
-        adapters: Sequence[Adapter] = (),
         head_files: Sequence[WeightFile] = (),
+        adapters: Sequence[Adapter] = (),
+        stacks: AdapterStacks = NO_STACKS,
     ) -> None:
         """`dense_files` are those of dense layers behind the pooling, each in a folder;
-        `head_files` those of a head that drafts, if it has a folder of its own."""
+        `head_files` those of a head that drafts, if it has a folder of its own. `stacks` are the
+        places of adapters, if there are any."""
         self.adapters = adapters
+        self.stacks = stacks
         self.adapter_files = len(files) + len(dense_files) + len(head_files)
         """The number of the first adapter's file; the others follow."""
         adapter_files = [adapter.file for adapter in adapters]
@@ -387,11 +390,12 @@ _current: ContextVar[RecipeRecording] = ContextVar("recording")
 def recording(
     files: Sequence[WeightFile],
     dense_files: Sequence[WeightFile] = (),
-    adapters: Sequence[Adapter] = (),
     head_files: Sequence[WeightFile] = (),
+    adapters: Sequence[Adapter] = (),
+    stacks: AdapterStacks = NO_STACKS,
 ) -> Iterator[RecipeRecording]:
     """The engine built in this context reads no weights: its recipe is recorded instead."""
-    made = RecipeRecording(files, dense_files, adapters, head_files)
+    made = RecipeRecording(files, dense_files, head_files, adapters, stacks)
     token = _current.set(made)
     try:
         yield made

@@ -6,6 +6,7 @@ from typing import Any
 
 from appliance.vocabulary import (
     FinishReason,
+    ImageHeld,
     InstanceLost,
     LoadModel,
     ModelFailed,
@@ -273,3 +274,40 @@ def test_what_another_instance_writes_is_not_given_away() -> None:
     cluster.settle()
     assert cluster.machine.host.weight_slabs == 0
     assert cluster.ask("a1", "a").outcome == "model_failed"
+
+
+def test_an_image_that_is_held_stays() -> None:
+    """Workers write to it: it gives way neither to another model nor when its own fails, until
+    that is over."""
+    cluster = cluster_of("abc", host_slabs=11, kv_floor_slabs=3)
+    start = len(cluster.journal)
+
+    cluster.tell(ImageHeld(model="a", held=True))
+    serve(cluster, "a", "b", "c", "b")
+    assert stores(cluster, start) == [("c", "fill"), ("b", "fill")]
+    assert cluster.machine.weight_cache.get("a") is not None
+
+    cluster.tell(ModelFailed(instance=0, model="a", reason="its files are gone"))
+    cluster.settle()
+    assert cluster.machine.weight_cache.get("a") is not None
+    cluster.tell(ImageHeld(model="a", held=False))
+    assert cluster.machine.weight_cache.get("a") is None
+    cluster.machine.check_integrity()
+
+
+def test_a_stale_image_is_filled_anew() -> None:
+    """Nothing could write to it. Where there is none, or one that is not whole, nothing goes."""
+    cluster = cluster_of("a", host_slabs=20)
+    cluster.lose(0)
+
+    for _ in range(2):
+        cluster.tell(ImageHeld(model="a", held=True))
+        cluster.tell(ImageHeld(model="a", held=False, stale=True))
+        assert cluster.machine.weight_cache.get("a") is None
+    cluster.start(0)
+    cluster.work(0)
+    cluster.tell(ImageHeld(model="a", held=False, stale=True))
+    assert cluster.machine.weight_cache.get("a") is not None
+    cluster.settle()
+
+    assert stores(cluster) == [("a", "fill"), ("a", "fill")]

@@ -1,0 +1,1 @@
+"""LoRA adapters that come to models, and leave them, while these serve."""
