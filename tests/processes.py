@@ -6,6 +6,8 @@ from pathlib import Path
 
 FRONT_END_PARENT = b"appliance.frontend.zygote"
 """In the command line of the process that front ends and the compiler of guides are forked from."""
+WORKER_PARENT = b"appliance.worker.zygote"
+"""In that of the process that workers are forked from."""
 
 
 def children(pid: int) -> list[int]:
@@ -19,10 +21,18 @@ def children(pid: int) -> list[int]:
 
 def front_end_parent(daemon: int) -> int:
     """The process that front ends are forked from. Raises `ValueError` if there is none."""
+    return _parent(daemon, FRONT_END_PARENT)
+
+
+def worker_parent(daemon: int) -> int:
+    """The process that workers on processors are forked from. Raises `ValueError` if there is
+    none."""
+    return _parent(daemon, WORKER_PARENT)
+
+
+def _parent(daemon: int, name: bytes) -> int:
     (parent,) = (
-        child
-        for child in children(daemon)
-        if FRONT_END_PARENT in Path(f"/proc/{child}/cmdline").read_bytes()
+        child for child in children(daemon) if name in Path(f"/proc/{child}/cmdline").read_bytes()
     )
     return parent
 

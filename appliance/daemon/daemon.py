@@ -87,6 +87,7 @@ from appliance.vocabulary import (
 )
 from appliance.worker import frames
 from appliance.worker.process import WorkerProcess
+from appliance.worker.starts import ForkedStart, start_fresh
 
 if TYPE_CHECKING:
     from appliance.observability.tracing import Traces
@@ -190,20 +191,25 @@ class Daemon:
         self._kv_disk: KvDisk | None = None
         if kv_folder is not None:
             self._kv_disk = KvDisk(KvFiles(kv_folder, self.host))
+        self._start_worker = None if plan.devices else ForkedStart(plan.cpus[0], plan.ranks)
         self.workers = {
-            number: WorkerProcess(
-                plan.configuration(number, setup, models),
-                self.host.fd,
-                self._on_message,
-                self._on_lost,
-                self._on_stillborn,
-                self._on_failure,
-            )
+            number: self._worker(plan.configuration(number, setup, models))
             for number in self.machine.instances
         }
         self._compose(models, plan)
         if traces is not None:
             self._requests.trace(traces)
+
+    def _worker(self, configuration: frames.Configure) -> WorkerProcess:
+        return WorkerProcess(
+            configuration,
+            self.host.fd,
+            self._on_message,
+            self._on_lost,
+            self._on_stillborn,
+            self._on_failure,
+            self._start_worker or start_fresh,
+        )
 
     def _compose(self, models: Sequence[ServedModel], plan: WorkerPlan) -> None:
         """Make what connects the machine, the workers and the API."""
@@ -290,6 +296,8 @@ class Daemon:
         stops = (worker.stop() for worker in self.workers.values())
         # A worker whose supervision failed called `on_failure` when it happened.
         await asyncio.gather(*stops, return_exceptions=True)
+        if self._start_worker is not None:
+            await self._start_worker.stop()
         self._decisions.silence()  # the end of a worker may have set an alarm
         await self._requests.close()
         self._decisions.close()

@@ -27,7 +27,8 @@ import msgspec
 
 from appliance import framing
 from appliance.engines.protocol import GuideRefused
-from appliance.gateway.fork_server import ForkServer, kill
+from appliance.forking.orders import Fork
+from appliance.forking.server import Child, ForkServer, kill
 from appliance.http.errors import ApiError
 from appliance.service.front_frames import FrontModel, Role
 from appliance.service.guide_frames import (
@@ -316,7 +317,9 @@ class _Process:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         process = cls(*await asyncio.open_unix_connection(sock=ours))
-        forks.fork(forks.next_number(), Role.GUIDE_COMPILER, [theirs], process._forked)
+        order = Fork(forks.next_number(), Role.GUIDE_COMPILER)
+        with theirs:
+            forks.fork(order, [theirs.fileno()], process._forked)
         process._readable = frozenset((model.path, model.created) for model in models)
         folders = tuple(sorted({path for path, _ in process._readable}))
         process._writer.write(framing.encode(ReadFolders(folders)))
@@ -326,8 +329,8 @@ class _Process:
         """Whether it may read the model's files."""
         return (model.path, model.created) in self._readable
 
-    def _forked(self, handle: int) -> None:
-        self._handle = handle
+    def _forked(self, child: Child) -> None:
+        self._handle = child.handle
         if self.ended:
             self._kill()
 

@@ -1,6 +1,6 @@
 """Front-end processes: started, fed with connections, listened to, and replaced when they die.
 
-They are forked from a process that has imported vLLM (`fork_server`), so that a new one is there at
+They are forked from a process that has imported vLLM (`front_forks`), so that a new one is there at
 once. Each has a stream of frames and a socket over which connections are handed.
 """
 
@@ -21,7 +21,10 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from appliance import framing
-from appliance.gateway.fork_server import ZYGOTE, ForkServer, kill
+from appliance.forking.orders import Fork
+from appliance.forking.pauses import FIRST_PAUSE_SECONDS, pause_after
+from appliance.forking.server import kill
+from appliance.gateway.front_forks import ZYGOTE, front_forks
 from appliance.http.errors import ApiError
 from appliance.service.front_frames import (
     MAX_RECEIVED_BYTES,
@@ -37,7 +40,7 @@ from appliance.service.front_frames import (
     Up,
     decoder_for_core,
 )
-from appliance.worker.process import FIRST_PAUSE_SECONDS, LAST_SECONDS, pause_after
+from appliance.worker.process import LAST_SECONDS
 
 OPERATORS_REMEMBERED: Final = 4096
 """Connections of operators that a front end has had, the latest ones."""
@@ -321,7 +324,7 @@ class Supervisor:
         """How many front ends were started for ones that died."""
         self.on_given_back: Callable[[socket.socket, Handover], None] = _close
         """Takes connections that a front end gave back: the core answers."""
-        self.forks = ForkServer(command)
+        self.forks = front_forks(command)
         self._count = count
         self._open_session = open_session
         self._patience = Patience() if patience is None else patience
@@ -453,8 +456,12 @@ class Supervisor:
         frames.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.connect_accepted_socket(lambda: front_end, frames)
-        sockets = (their_frames, their_handover)
-        self.forks.fork(number, Role.FRONT_END, sockets, front_end.forked)
+        with their_frames, their_handover:
+            self.forks.fork(
+                Fork(number, Role.FRONT_END),
+                [their_frames.fileno(), their_handover.fileno()],
+                lambda child: front_end.forked(child.handle),
+            )
         return front_end
 
     async def _ping(self) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import os
 import re
 import resource
+import select
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +21,9 @@ WORKER_OOM_SCORE: Final = 500
 FRONT_END_OOM_SCORE: Final = 300
 """A front end takes its streams along; the daemon would take everything."""
 
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NO_NEW_PRIVS: Final = 38
+_F_SETSIG: Final = 10
 _SECRET: Final = re.compile(
     r"(^|_)(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.I
 )
@@ -44,6 +50,22 @@ def forbid_new_privileges() -> None:
     """No program that this process starts has more rights than it, nor has any process that is
     forked from it. Not for workers: CUDA's driver may start one to make its devices."""
     ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def die_with_writer(pipe: int) -> None:
+    """Have the kernel kill this process, whatever it does then, when the other end of a pipe is
+    closed: so it ends with a process that is not its parent. Nothing may be written into the pipe,
+    and no other process may use this end of it for the same."""
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # it was closed before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def forbid_core_dumps() -> None:

@@ -444,19 +444,6 @@ class Role(StrEnum):
     """Gets one descriptor (`appliance.service.guide_frames`)."""
 
 
-class Fork(msgspec.Struct, frozen=True):
-    """From the core, with the descriptors that the role gets: fork a process."""
-
-    number: int
-    role: Role
-
-
-class Forked(msgspec.Struct, frozen=True):
-    """To the core, with the pidfd of the process, unless that is gone already."""
-
-    number: int
-
-
 def decoder_for_front() -> framing.Decoder[Down]:
     """For a front end."""
     return framing.Decoder(msgspec.msgpack.Decoder(Down))

@@ -18,20 +18,19 @@ from appliance.worker.rank_messages import Build, Seat
 if TYPE_CHECKING:
     from appliance.engines.vllm.device import Device
 
-PR_SET_PDEATHSIG = 1
 SWITCH_SECONDS = 0.0005
 
 
 def engines(
     configuration: frames.Configure, host: HostTier, seat: Seat
 ) -> tuple[Build, Arena, Swapper]:
-    """The executor of this machine, for one rank. vLLM is imported here and nowhere before.
+    """The executor of this machine, for one rank. vLLM is imported here, unless the process was
+    forked from one that had done so.
 
     Of several ranks, each waits here for the others.
     """
     if configuration.device != "cpu":
         return _engines_on_gpu(configuration, host, seat)
-    from appliance.engines.vllm.environment import prepare_environment
     from appliance.memory.vmm_host import HostVmm
 
     # Before the process is bound to its processors: copies may use all that it was given.
@@ -40,8 +39,7 @@ def engines(
     # A thread that copies needs the interpreter for a moment after every piece, and would wait for
     # the longest time that the main thread may keep it: ten times that of copying a piece.
     sys.setswitchinterval(SWITCH_SECONDS)
-    prepare_environment(seat.cpus)
-    _provide_image_libraries()
+    import_engines(seat.cpus)
     from appliance.engines.vllm.device import HostDevice
     from appliance.engines.vllm.executor import join_group
 
@@ -52,6 +50,19 @@ def engines(
         images = ImageFolder(Path(configuration.images), seat.rank, ImageWriter(host))
     device, encoded = HostDevice(), configuration.encoded
     return _builder(host, arena, swapper, device, seat.ranks, images, encoded), arena, swapper
+
+
+def import_engines(cpus: str) -> None:
+    """Import vLLM for engines on these processors. No computation is begun: the process may be
+    forked, and what is forked may call this again for other processors."""
+    from appliance.engines.vllm.environment import move_environment, prepare_environment
+
+    if "vllm" in sys.modules:
+        move_environment(cpus)
+        return
+    prepare_environment(cpus)
+    _provide_image_libraries()
+    from appliance.engines.vllm import engine, executor, worker_cpu  # noqa: F401
 
 
 def _engines_on_gpu(

@@ -1,13 +1,13 @@
 """A follower: the process of a rank that is not the leader of its tensor-parallel instance.
 
-Started by the leader as ``python -m appliance.worker.follower SOCKET_FD HOST_FD``. It has one
-thread that works, and ends with its leader: the system kills it, or it finds the socket closed.
+Forked from its leader, or, if that has not imported vLLM either, started by it as
+``python -m appliance.worker.follower SOCKET_FD HOST_FD``. It has one thread that works, and ends
+with its leader: the system kills it, or it finds the socket closed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import singledispatchmethod
+from typing import NoReturn
 
 from appliance import framing
 from appliance.engines.protocol import Engine
@@ -25,9 +26,9 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.platform import logs
-from appliance.platform.children import WORKER_OOM_SCORE, go_before_the_daemon
+from appliance.platform.children import WORKER_OOM_SCORE, die_with_parent, go_before_the_daemon
 from appliance.vocabulary import ModelName, RequestId
-from appliance.worker.engines import PR_SET_PDEATHSIG, engines
+from appliance.worker.engines import engines
 from appliance.worker.rank_messages import (
     READ_BYTES,
     REFUSALS,
@@ -206,14 +207,13 @@ class Follower:
             self._send(Done(number))
 
 
-def main(arguments: list[str]) -> None:
-    """Run a follower over inherited descriptors: the socket, then the host tier."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def run(connection: socket.socket, host_fd: int) -> NoReturn:
+    """Run a follower over its socket, with the host tier of this descriptor."""
+    die_with_parent(signal.SIGKILL)
     go_before_the_daemon(WORKER_OOM_SCORE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(arguments[0]))
     try:
-        _follow(connection, int(arguments[1]))
+        _follow(connection, host_fd)
     except ConnectionError:
         pass  # the leader is gone in a hurry
     except Exception:
@@ -258,4 +258,4 @@ def _frames(connection: socket.socket) -> Iterator[Downward]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -10,34 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
 from appliance import framing
-from appliance.memory import mapping
-from appliance.platform.children import module_command, without_secrets
+from appliance.forking.pauses import FIRST_PAUSE_SECONDS, pause_after
 from appliance.vocabulary import InstanceId
 from appliance.worker import frames
+from appliance.worker.starts import Life, NotForked, Start, start_fresh
 
 READ_BYTES = 1 << 18
-FIRST_PAUSE_SECONDS = 0.05
-LONGEST_PAUSE_SECONDS = 10.0
 SHUTDOWN_SECONDS = 2.0
 LAST_SECONDS = 10.0
 """How long a killed worker may take to be gone; a driver in trouble may keep it for ever."""
 
 log = logging.getLogger("appliance.worker")
-
-
-def pause_after(pause: float, *, worked: bool) -> float:
-    """How long to wait until a process that died is started again, given the pause before. It
-    grows while such processes die without having done anything."""
-    return FIRST_PAUSE_SECONDS if worked else min(pause * 2, LONGEST_PAUSE_SECONDS)
 
 
 class WorkerProcess:
@@ -56,6 +47,7 @@ class WorkerProcess:
         on_lost: Callable[[InstanceId], None],
         on_stillborn: Callable[[InstanceId, int], None],
         on_failure: Callable[[BaseException], None],
+        start: Start = start_fresh,
     ) -> None:
         self.instance = configuration.instance
         self.pid: int | None = None
@@ -68,6 +60,8 @@ class WorkerProcess:
         self._on_lost = on_lost
         self._on_stillborn = on_stillborn
         self._on_failure = on_failure
+        self._start = start
+        self._life: Life | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -123,9 +117,8 @@ class WorkerProcess:
             await self._task
 
     def _kill(self) -> None:
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        if self._life is not None:
+            self._life.kill()
         if self._writer is not None:
             # Ends the listening: the stream of a worker that a driver keeps from dying has no end.
             self._writer.close()
@@ -174,18 +167,19 @@ class WorkerProcess:
     async def _run_in(self, scratch: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *module_command("appliance.worker", str(theirs.fileno()), str(self._host_fd)),
-                pass_fds=(theirs.fileno(), self._host_fd),
-                stdin=asyncio.subprocess.DEVNULL,
-                env={**mapping.environment(without_secrets(os.environ)), "TMPDIR": scratch},
-            )
+            life = await self._unless_stopped(self._start(theirs, self._host_fd, scratch))
         except OSError:
             ours.close()
             raise
+        except NotForked:
+            self._began = True  # a death as that of a worker that cannot import vLLM
+            life = None
         finally:
             theirs.close()
-        self.pid, self._began = process.pid, True
+        if life is None:
+            ours.close()
+            return
+        self._life, self.pid, self._began = life, life.pid, True
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
             if not self._over:
@@ -195,15 +189,25 @@ class WorkerProcess:
         finally:
             self._writer = None
             writer.close()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            life.kill()
             try:
-                await asyncio.wait_for(process.wait(), LAST_SECONDS)
+                await asyncio.wait_for(life.wait(), LAST_SECONDS)
             except TimeoutError:
-                log.error("process %d was killed and does not end", process.pid)
-            self.pid = None
+                log.error("process %d was killed and does not end", life.pid)
+            self._life = self.pid = None
             if self._greeted:
                 self._on_lost(self.instance)
+
+    async def _unless_stopped(self, start: Coroutine[Any, Any, Life]) -> Life | None:
+        """The process that is started; None if the worker is stopped before it is there."""
+        starting = asyncio.ensure_future(start)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            return None
+        return starting.result()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         decoder = frames.decoder_of_reports()

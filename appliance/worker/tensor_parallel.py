@@ -21,7 +21,6 @@ import logging
 import os
 import secrets
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -45,7 +44,6 @@ from appliance.engines.protocol import (
 from appliance.errors import CheckpointError
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
-from appliance.platform.children import module_command
 from appliance.vocabulary import RequestId
 from appliance.worker import frames
 from appliance.worker.rank_messages import (
@@ -81,6 +79,7 @@ from appliance.worker.rank_messages import (
     image_slabs,
     seats,
 )
+from appliance.worker.rank_processes import RankProcess, start_follower
 
 AGREEMENT_SECONDS: Final = 120.0
 """How long a rank may take to refuse what another refused; a load may be under way before it."""
@@ -307,8 +306,11 @@ class Followers:
             self._lose(f"order {number} was not refused by the leader, but by {answer}")
 
 
-def lead(configuration: frames.Configure, host_fd: int) -> tuple[Seat, Followers | None]:
-    """Take the leader's seat, and start the followers' processes, if there are to be any.
+def lead(
+    configuration: frames.Configure, host_fd: int, daemon: socket.socket
+) -> tuple[Seat, Followers | None]:
+    """Take the leader's seat, and start the followers' processes, if there are to be any. `daemon`
+    is the leader's connection, which they do not get.
 
     They end with this process, and it with any of them. Raises `OSError` if one cannot be started.
     """
@@ -317,7 +319,7 @@ def lead(configuration: frames.Configure, host_fd: int) -> tuple[Seat, Followers
     mine, *others = seats(configuration, str(store))
     if not others:
         return mine, None
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[RankProcess] = []
     connections: list[socket.socket] = []
 
     def end(reason: str) -> None:
@@ -331,13 +333,7 @@ def lead(configuration: frames.Configure, host_fd: int) -> tuple[Seat, Followers
     for _ in others:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            processes.append(
-                subprocess.Popen(
-                    module_command("appliance.worker.follower", str(theirs.fileno()), str(host_fd)),
-                    pass_fds=(theirs.fileno(), host_fd),
-                    stdin=subprocess.DEVNULL,
-                )
-            )
+            processes.append(start_follower(theirs, host_fd, [daemon, ours, *connections]))
         connections.append(ours)
     followers = Followers(connections, end)
     followers.invite(configuration, others)

@@ -1,6 +1,6 @@
 """The process of one instance: carries the machine's commands out, in order, on engines it holds.
 
-Started by the daemon as ``python -m appliance.worker SOCKET_FD HOST_FD``. The main thread works,
+The main thread works,
 one reads frames (a `Preempt` or a `Release` takes effect at the next step boundary, ahead of what
 is queued), and one for each kind of transfer copies. The daemon's end of the socket closing ends
 the process, so that no worker outlives its daemon.

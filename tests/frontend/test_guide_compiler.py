@@ -16,7 +16,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from appliance import framing
 from appliance.engines.protocol import GuideRefused
 from appliance.engines.vllm.messages import encode_guide
-from appliance.gateway.fork_server import ForkServer
+from appliance.forking.orders import Fork
+from appliance.forking.server import ForkServer
+from appliance.gateway.front_forks import front_forks
 from appliance.gateway.guide_trials import GuideTrials
 from appliance.http.errors import ApiError
 from appliance.platform.sandbox import landlock_version
@@ -45,7 +47,7 @@ GUIDES = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def forks() -> AsyncIterator[ForkServer]:
-    forks = ForkServer()
+    forks = front_forks()
     forks.start()
     yield forks
     await forks.stop()
@@ -107,7 +109,9 @@ async def compiled(forks: ForkServer, folders: tuple[str, ...], model: FrontMode
     """What a compiler that was given these folders answers about the model."""
     ours, theirs = socket.socketpair()
     await forks.until_there()
-    forks.fork(forks.next_number(), Role.GUIDE_COMPILER, [theirs], os.close)
+    with theirs:
+        order = Fork(forks.next_number(), Role.GUIDE_COMPILER)
+        forks.fork(order, [theirs.fileno()], lambda child: os.close(child.handle))
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     writer.write(framing.encode(ReadFolders(folders)))
     writer.write(framing.encode(CompileGuide(1, model, encode_guide(GUIDES[0]))))

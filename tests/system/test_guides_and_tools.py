@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from appliance.platform.seccomp import has_filters
 from tests.hostile.guides import AMBIGUOUS, chain_of_rules
+from tests.processes import children, front_end_parent, worker_parent
 from tests.system.conftest import HERMES, Appliance
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
@@ -46,30 +47,18 @@ def ask(client: openai.OpenAI, model: str, seed: int) -> Stay | None:
 
 
 def test_children_are_sandboxed(client: openai.OpenAI, appliance: Appliance) -> None:
-    """Workers, front ends, the compiler of guides, and the process that both are forked from."""
+    """Workers, front ends, the compiler of guides, and the processes that these are forked from."""
     assert ask(client, "llama-a", 1) is not None
-    (zygote,) = (
-        child
-        for child in children(appliance.pid)
-        if b"appliance.frontend.zygote" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
+    zygote = front_end_parent(appliance.pid)
     forked = children(zygote)
     assert len(forked) >= 2
     seccomp = "2" if has_filters() else "0"
-    for pid in (*appliance.worker_pids(), zygote, *forked):
+    for pid in (*appliance.worker_pids(), worker_parent(appliance.pid), zygote, *forked):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
         status = dict(line.split(":\t") for line in lines)
         assert (status["Seccomp"], status["NoNewPrivs"]) == (seccomp, "1")
         limits = Path(f"/proc/{pid}/limits").read_text(encoding="ascii")
         assert re.search(r"^Max core file size +0 +0 ", limits, re.M)
-
-
-def children(pid: int) -> list[int]:
-    return [
-        int(child)
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-        for child in (thread / "children").read_text(encoding="ascii").split()
-    ]
 
 
 def test_models_that_take_turns_follow_their_guides(client: openai.OpenAI) -> None:

@@ -8,35 +8,48 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
 from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from tests.patience import PATIENCE_SECONDS
+from tests.processes import worker_parent
 from tests.system.conftest import Appliance, memfds, start
 
 KILLS = 10
 MODELS = ["llama-a", "qwen2-a", "qwen3-a"]
 """One of each architecture: a new worker builds an engine for each."""
 TOKENS_BEFORE_KILL = 12
+RESTARTS = "appliance_worker_restarts_total{"
 
 
 def test_ten_kills_in_a_row(
     checkpoints: Path, chats: list[ChatRequest], expected: dict[ChatRequest, list[int]]
 ) -> None:
-    """Ten times the worker that produces the stream is killed; every stream completes, with the
-    same tokens, and no process, memfd or socket stays behind."""
+    """Ten times the worker that produces the stream is killed, and once what workers are forked
+    from, which ends no worker; every stream completes, with the same tokens, and no process, memfd
+    or socket stays behind."""
     mine = [chat for chat in chats if chat.model in MODELS]
     long = sorted(mine, key=lambda chat: -chat.max_tokens)
     with start(checkpoints, "aegaeon", models=MODELS) as appliance:
         warm = asyncio.run(send(appliance.url, long[:1], lambda _: None))
         assert warm[0].tokens == expected[long[0]]
+        parent = worker_parent(appliance.pid)
+        command = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+        assert b"bare" not in command, "workers do not import vLLM themselves"
         descriptors = _descriptors(appliance.pid)
         killed: set[int] = set()
         for number in range(KILLS):
+            if number == KILLS // 2:
+                os.kill(parent, signal.SIGKILL)
             trio = [long[(3 * number + i) % 15] for i in range(3)]
             answers = asyncio.run(_send_and_kill(appliance, trio, killed))
             assert len(killed) == number + 1, "every round kills a worker in mid-stream"
             assert [answer.error for answer in answers] == [None] * 3
             assert [answer.tokens for answer in answers] == [expected[chat] for chat in trio]
         asyncio.run(_until(lambda: _all_up(appliance)))
+        text = httpx.get(f"{appliance.url}/metrics", timeout=PATIENCE_SECONDS).text
+        restarts = [line for line in text.splitlines() if line.startswith(RESTARTS)]
+        assert sum(float(line.split()[-1]) for line in restarts) == KILLS
         assert not any(Path(f"/proc/{pid}").exists() for pid in killed)
         # Before, the connection of the first chat may not have been closed yet.
         asyncio.run(_until(lambda: _descriptors(appliance.pid) <= descriptors))

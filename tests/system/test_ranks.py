@@ -88,11 +88,12 @@ async def _send_and_kill(
 
 
 def _follower(leader: int) -> int:
+    """The other child is Python's, which keeps an eye on shared memory."""
     children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
     (pid,) = (
         int(child)
         for child in children
-        if "appliance.worker.follower" in Path(f"/proc/{child}/cmdline").read_text()
+        if "appliance.worker." in Path(f"/proc/{child}/cmdline").read_text()
     )
     return pid
 

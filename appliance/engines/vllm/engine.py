@@ -198,7 +198,7 @@ class VllmEngine:
         compared with their ``SHA256SUMS``, if any, when they are first read. One of several `ranks`
         (`executor.join_group`) has its shard. `images` keep packed weights. A prompt has up to
         `prompt_images`. Other `adapters` may come to `adapter_room`. Raises `CheckpointError` for
-        damaged files, `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, and what vLLM raises.
+        damaged files, `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, what vLLM raises.
         """
         check_seams()
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()

@@ -17,10 +17,9 @@ def prepare_environment(threads_bind: str, device: str = "cpu") -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already; its threads can no longer be placed")
-    cpus = sorted(os.sched_getaffinity(0)) if threads_bind == "auto" else read_cpus(threads_bind)
-    os.sched_setaffinity(0, cpus)
+    cpus = _bind(threads_bind)
     os.environ |= {
-        "OMP_NUM_THREADS": str(len(cpus)),
+        "OMP_NUM_THREADS": str(cpus),
         # Threads that spin between two parallel regions take the CPUs of all others that run here:
         # the other workers, the daemon, a transfer. Steps were 20 to 50 times slower then.
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -29,7 +28,6 @@ def prepare_environment(threads_bind: str, device: str = "cpu") -> None:
         "VLLM_CPU_INT4_W4A8": "0",
         # Models run eagerly. Left on, torch would call a compiler for the first logprobs.
         "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": threads_bind,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose states the adapter writes
         "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
@@ -46,3 +44,23 @@ def prepare_environment(threads_bind: str, device: str = "cpu") -> None:
             "NCCL_SOCKET_IFNAME": "lo",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",  # torch's draws what the CPU's draws
         }
+
+
+def move_environment(threads_bind: str) -> None:
+    """Have a process on other processors that was forked from one that is prepared, and that has
+    imported torch and vLLM but computed nothing. Raises `ValueError` as `prepare_environment`."""
+    import torch
+
+    cpus = _bind(threads_bind)
+    if os.environ["OMP_NUM_THREADS"] != str(cpus):
+        # OpenMP has read the variable already, when it was loaded.
+        os.environ["OMP_NUM_THREADS"] = str(cpus)
+        torch.set_num_threads(cpus)
+
+
+def _bind(threads_bind: str) -> int:
+    """Bind the process to its processors; returns how many these are."""
+    cpus = sorted(os.sched_getaffinity(0)) if threads_bind == "auto" else read_cpus(threads_bind)
+    os.sched_setaffinity(0, cpus)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = threads_bind
+    return len(cpus)

@@ -35,6 +35,7 @@ from appliance.vocabulary import (
     TokensProduced,
 )
 from appliance.worker import frames
+from appliance.worker.starts import Start
 from tests.unit.doubles.cluster import SLAB, SLO, shape
 from tests.unit.doubles.instance import InstanceDouble, Life, ModelDouble, World
 
@@ -94,6 +95,7 @@ class WorkerDouble:
         on_lost: Callable[[InstanceId], None],
         on_stillborn: Callable[[InstanceId, int], None],
         on_failure: Callable[[BaseException], None],
+        start: Start,
     ) -> None:
         self.instance = configuration.instance
         self.configuration = configuration

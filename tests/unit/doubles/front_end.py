@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from appliance import framing
-from appliance.frontend.zygote import serve_orders
+from appliance.forking.zygote import serve_orders
 from appliance.gateway.request_lines import path_of
 from appliance.service import front_frames
 from appliance.service.front_frames import (
@@ -166,11 +166,11 @@ class Double:
                 received = b""
 
 
-def run(frames: socket.socket, handover: socket.socket) -> int:
+def run(frames: int, handover: int) -> int:
     """Serve until the core is gone."""
 
     async def serve() -> None:
-        await Double(frames, handover).serve()
+        await Double(socket.socket(fileno=frames), socket.socket(fileno=handover)).serve()
 
     asyncio.run(serve())
     return 0

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from appliance import framing
-from appliance.frontend.zygote import serve_orders
+from appliance.forking.zygote import serve_orders
 from appliance.service.front_frames import Role
 from appliance.service.guide_frames import (
     CompilerReady,
@@ -42,8 +42,9 @@ def once(file: Path) -> bytes:
     return b"once " + str(file).encode()
 
 
-def run(frames: socket.socket) -> int:
+def run(descriptor: int) -> int:
     """Serve until the core is gone."""
+    frames = socket.socket(fileno=descriptor)
     had = 0
     folders = ""
 

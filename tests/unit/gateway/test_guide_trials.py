@@ -13,7 +13,7 @@ import pytest
 
 from appliance.engines.protocol import GuideRefused
 from appliance.gateway import guide_trials
-from appliance.gateway.fork_server import ForkServer
+from appliance.gateway.front_forks import front_forks
 from appliance.gateway.guide_trials import (
     HARMFUL_SECONDS,
     MAX_WAITING,
@@ -64,7 +64,7 @@ async def trying(
     clock: Clock | None = None,
     models: Sequence[FrontModel] = (),
 ) -> AsyncIterator[GuideTrials]:
-    forks = ForkServer(command)
+    forks = front_forks(command)
     forks.start()
     trials = GuideTrials(forks, patience, clock or Clock(), lambda: models)
     trials.start()

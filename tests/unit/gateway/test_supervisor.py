@@ -23,7 +23,7 @@ import uvloop
 from appliance import framing
 from appliance.api.operator_socket import OperatorProtocol
 from appliance.daemon.lifecycle import Server
-from appliance.frontend.zygote import check_threads
+from appliance.forking.zygote import check_threads
 from appliance.gateway.supervisor import FrontEndProcess, Patience, Supervisor
 from appliance.http.connections import Connection
 from appliance.http.errors import ApiError

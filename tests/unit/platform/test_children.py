@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,10 +19,12 @@ from appliance.platform.children import (
     module_command,
     without_secrets,
 )
+from tests.patience import PATIENCE_SECONDS
 
 STARTED = (
     "appliance.worker",
     "appliance.worker.follower",
+    "appliance.worker.zygote",
     "appliance.frontend.zygote",
     "appliance.memory.weight_cache.image_writer",
 )
@@ -113,3 +117,26 @@ def test_no_privileges_are_gained() -> None:
         (sys.executable, "-c", program), capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["True", "11"], done.stderr
+
+
+def test_a_process_dies_with_the_writer_of_a_pipe() -> None:
+    """Whatever it does, and though that is not its parent; at once if the writer has gone."""
+    program = (
+        "import os, sys\n"
+        "from appliance.platform.children import die_with_writer\n"
+        "die_with_writer(int(sys.argv[1]))\n"
+        "print('begun', flush=True)\n"
+        "while True: pass\n"
+    )
+    for gone in (False, True):
+        reader, writer = os.pipe()
+        if gone:
+            os.close(writer)
+        command = (sys.executable, "-c", program, str(reader))
+        with subprocess.Popen(command, pass_fds=(reader,), stdout=subprocess.PIPE) as process:
+            os.close(reader)
+            assert process.stdout is not None
+            assert process.stdout.readline() == (b"" if gone else b"begun\n")
+            if not gone:
+                os.close(writer)
+            assert process.wait(PATIENCE_SECONDS) == -signal.SIGKILL

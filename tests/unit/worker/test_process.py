@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from appliance import framing
+from appliance.forking import pauses
 from appliance.memory import mapping
 from appliance.worker import frames
 from appliance.worker import process as processes
@@ -159,7 +160,8 @@ async def test_a_worker_that_never_greeted_is_not_lost(
     """Nobody is told of the death of somebody they never heard of; the pauses between such
     deaths grow to their limit."""
     monkeypatch.setattr(processes, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(processes, "LONGEST_PAUSE_SECONDS", 0.005)
+    monkeypatch.setattr(pauses, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(pauses, "LONGEST_PAUSE_SECONDS", 0.005)
     keeper = keep("")
     deaths: list[float] = []
 
@@ -182,7 +184,8 @@ async def test_a_worker_that_cannot_be_started_has_not_died(
 ) -> None:
     """It is the box that lacks something: it is tried again, and counts as no death."""
     monkeypatch.setattr(processes, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(processes, "LONGEST_PAUSE_SECONDS", 0.005)
+    monkeypatch.setattr(pauses, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(pauses, "LONGEST_PAUSE_SECONDS", 0.005)
     keeper = keep(GREET + WAIT_FOR_ONE_MORE)
     spawn, refusals = asyncio.create_subprocess_exec, iter(range(6))
 
@@ -295,8 +298,6 @@ async def test_a_worker_that_cannot_die_is_given_up(
     await keeper.until(lambda: bool(keeper.messages))
     pid = keeper.process.pid
     assert pid is not None
-    kill = os.kill
-    monkeypatch.setattr(processes.os, "kill", lambda pid, number: None)
     monkeypatch.setattr(asyncio.subprocess.Process, "kill", lambda process: None)
 
     keeper.process.hold()
@@ -304,7 +305,7 @@ async def test_a_worker_that_cannot_die_is_given_up(
 
     assert keeper.lost == [3]
     assert f"process {pid} was killed and does not end" in caplog.text
-    kill(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     await keeper.process.stop()
 
 
