@@ -91,7 +91,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
 
     def copy(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
         """Have a block hold what another one does. Both are used."""
-        self._kv_bytes[:, target.block_id].copy_(self._kv_bytes[:, source.block_id])
+        self.kv_bytes[:, target.block_id].copy_(self.kv_bytes[:, source.block_id])
 
     def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Forget these cold blocks: they are free. One that is used stays."""
