@@ -16,7 +16,14 @@ from tui.view import Action, Given, ViewContext, details
 
 IN_FORCE = "/api/config"
 CHECK = "/api/config/check"
-CHANGES = ("config_reloaded", "model_changed", "model_added", "model_removed", "policies_chosen")
+CHANGES = (
+    "adapters_changed",
+    "config_reloaded",
+    "model_added",
+    "model_changed",
+    "model_removed",
+    "policies_chosen",
+)
 
 
 def _leaves(table: Document, at: str) -> Iterator[tuple[str, object]]:

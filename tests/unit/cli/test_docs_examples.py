@@ -34,6 +34,7 @@ PAGES = {
     "lab.md": "sh",  # test_lab_command
     "writing-a-policy.md": "sh",  # test_writing_a_policy
     "models.md": "console",  # test_docs_models
+    "adapters.md": "sh",  # test_docs_adapters
     "policies.md": "console",  # here
     "commands.md": "console",  # here
 }

@@ -233,7 +233,7 @@ async def test_everything_that_happens_is_reported(box: Box) -> None:
         "model_removed",
         "model_added",
     ]
-    elsewhere = {"request_ended", "model_switched", "config_reloaded"}
+    elsewhere = {"request_ended", "model_switched", "config_reloaded", "adapters_changed"}
     assert set(kinds(box, start)) | elsewhere == {kind.value for kind in NoticeKind}
 
 

@@ -62,8 +62,8 @@ from appliance.vocabulary import (
     WeightsStored,
 )
 from appliance.worker import frames as wire
-from appliance.worker.__main__ import first_frames
 from appliance.worker.mailbox import Mailbox
+from appliance.worker.run import first_frames
 from appliance.worker.worker import Worker
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.memory import RecordingVmm
