@@ -24,6 +24,7 @@ from appliance.memory.weight_cache.image_file import image_name
 from appliance.units import Bytes, Memory
 from tests.engine.house import (
     EOS,
+    POOL_SLABS,
     SLAB,
     VOCAB,
     House,
@@ -41,7 +42,7 @@ from tests.lora import ATTENTION, make_adapter
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 SLABS = 40
 CONTEXT = 1024
-DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(POOL_SLABS * SLAB), slab_bytes=Bytes(SLAB))
 MISTRAL = "mistral-gqa"
 SERVED = {
     "LlamaForCausalLM": "llama-mha",

@@ -21,13 +21,13 @@ from appliance.engines.protocol import SequenceSpec
 from appliance.units import Bytes, Memory
 from appliance.vocabulary import Task
 from tests.configs import CONFIGS, REFUSED
-from tests.engine.house import SLAB, House, make_house
+from tests.engine.house import POOL_SLABS, SLAB, House, make_house
 from tests.engine.pooled import vector, write_modules
 from tests.engine.shrunken import HIDDEN, VOCAB, make_shrunken
 
 CONTEXT = 1024
 SLABS = 8
-DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(POOL_SLABS * SLAB), slab_bytes=Bytes(SLAB))
 MODELS = sorted(
     {
         config["architectures"][0]: name

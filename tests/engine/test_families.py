@@ -19,7 +19,7 @@ from appliance.platform.cpus import computes_linear_attention
 from appliance.units import Bytes, Memory
 from tests.configs import CONFIGS, NOT_ON_CPU, REFUSED
 from tests.engine.conftest import plain_process
-from tests.engine.house import SLAB, PlainAnswers, Sampling, make_house
+from tests.engine.house import POOL_SLABS, SLAB, PlainAnswers, Sampling, make_house
 from tests.engine.player import Player, prompts
 from tests.engine.shrunken import make_shrunken
 
@@ -28,7 +28,7 @@ KEPT = 7
 """Tokens that a request has produced when its worker is lost: one by its prompt, and six."""
 SLABS = 48
 CONTEXT = 1024
-DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(POOL_SLABS * SLAB), slab_bytes=Bytes(SLAB))
 
 FAMILIES = sorted(
     {

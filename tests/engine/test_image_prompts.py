@@ -44,7 +44,7 @@ CONTEXT, LENGTH, SLABS, MOST, BLOCK = 1024, 12, 48, 2, 32
 EXPERTS: Final = "mixtral-8x7b-instruct-v0.1"
 POOL: Final = 96
 """Slabs: for the KV of all prompts at once, too."""
-DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(POOL * SLAB), slab_bytes=Bytes(SLAB))
 WHOLE: Final = {
     "limit_mm_per_prompt": {"image": MOST, "video": 0},
     # Less to warm up with.

@@ -19,12 +19,12 @@ from appliance.config.sizing import least, read_model
 from appliance.units import Bytes, Memory
 from tests.configs import CONFIGS, REFUSED
 from tests.engine.conftest import plain_process
-from tests.engine.house import SLAB, PlainAnswers, Sampling, make_house
+from tests.engine.house import POOL_SLABS, SLAB, PlainAnswers, Sampling, make_house
 from tests.engine.player import Player, prompts
 from tests.engine.shrunken import make_shrunken
 
 CONTEXT, LENGTH, SLABS = 1024, 16, 48
-DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(POOL_SLABS * SLAB), slab_bytes=Bytes(SLAB))
 EXPERTS: Final = "mixtral-8x7b-instruct-v0.1"
 WITH_IMAGES: Final = "from tests.engine.image_libraries import stand_in; stand_in()\n"
 

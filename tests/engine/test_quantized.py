@@ -24,7 +24,7 @@ from appliance.memory.weight_cache.images import ImageFolder
 from appliance.units import Bytes, Memory
 from appliance.vocabulary import Task
 from tests.configs import CONFIGS
-from tests.engine.house import SLAB, House, PlainAnswers, Sampling, make_house
+from tests.engine.house import POOL_SLABS, SLAB, House, PlainAnswers, Sampling, make_house
 from tests.engine.player import Player, prompts
 from tests.engine.quantizing import awq_config, gptq_config, quantize, w4a16_config, w8a8_config
 from tests.engine.test_families import FAMILIES
@@ -35,7 +35,7 @@ Make = Callable[..., str]
 CONTEXT = 1024
 SLABS = 48
 GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
-DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(POOL_SLABS * SLAB), slab_bytes=Bytes(SLAB))
 
 SERVED = {
     architecture: name
