@@ -27,7 +27,7 @@ from appliance.memory.weight_cache.pipeline import process_cpus
 from appliance.memory.weights import Image
 from appliance.platform.cpus import computes_linear_attention
 from appliance.units import Bytes, Memory
-from tests.engine.house import MODELS, SLAB, House, Sampling, make_house, sequence
+from tests.engine.house import MODELS, POOL_SLABS, SLAB, House, Sampling, make_house, sequence
 from tests.patience import PATIENCE_SECONDS
 
 PROMPT = tuple(range(20, 60))
@@ -235,7 +235,7 @@ def test_no_model_takes_less_than_is_known_before(
 ) -> None:
     """What a configuration refuses for its size, no engine could have served; and there is hardly
     more to it than that."""
-    devices = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+    devices = Devices(kind="cpu", memory_bytes=Memory(POOL_SLABS * SLAB), slab_bytes=Bytes(SLAB))
     for name, path in checkpoints.items():
         engine = house.engines[name]
         entry = read_checkpoint(name, Path(path), MODELS[name][1])
