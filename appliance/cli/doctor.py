@@ -24,7 +24,7 @@ import msgspec
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.checksums import SUMS, read_sums
 from appliance.cli.findings import Finding, fail, ok, warn
-from appliance.cli.gpu_checks import check_gpus, fitting_extra
+from appliance.cli.gpu_checks import EXTRAS, check_gpus, fitting_extra
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, Devices, KvSpillFolder, Model
@@ -104,7 +104,9 @@ def engine_remedy(config: Config | None) -> str:
     try:
         extra = fitting_extra(driver_cuda_version())
     except GpusUnknown:
-        extra = None
+        extra = "gpu"
+    if extra is None:
+        return f"update the driver, which is older than CUDA {min(EXTRAS)}, and run this again"
     if extra == "gpu-cuda12":
         return f'install vLLM and torch built for CUDA 12, then the extra "{extra}"'
     return 'install the extra "gpu" of this package'
@@ -377,21 +379,27 @@ class DaemonProbe(NamedTuple):
     degraded: tuple[str, ...] = ()
     """What is out of order though it is ready."""
     processes: frozenset[int] | None = frozenset()
-    """Its workers; None if it did not tell them."""
+    """Its workers; none if the connection is refused, as no daemon runs then; None if they are
+    not known."""
 
     @classmethod
     def find(cls, config: Config) -> DaemonProbe:
         """On its admin socket, which needs no key, or else on TCP."""
         path = admin_path(config.api.admin_socket)
+        known = True
         if path is not None and path.is_socket():
             found = cls._at(f"{UNIX}{path}")
             if found.ready is not None:
                 return found
+            known = found.processes is not None
         bind = config.api.bind
         # A daemon that listens everywhere listens here, too.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind.host, bind.host)
         scheme = "https" if config.api.tls_certificate else "http"
-        return cls._at(f"{scheme}://{f'[{host}]' if ':' in host else host}:{bind.port}")
+        found = cls._at(f"{scheme}://{f'[{host}]' if ':' in host else host}:{bind.port}")
+        if found.ready is None and not known:  # one that answers on no socket may run
+            return found._replace(processes=None)
+        return found
 
     @classmethod
     def _at(cls, url: str) -> DaemonProbe:
@@ -402,11 +410,22 @@ class DaemonProbe(NamedTuple):
                 instances = _instances(client)
                 degraded = (_quarantines(instances) or body.degraded) if body.degraded else ()
         except httpx.TransportError as error:
-            return cls(url, reasons=(str(error),))
+            processes = frozenset[int]() if _refused(error) else None
+            return cls(url, reasons=(str(error),), processes=processes)
         except msgspec.MsgspecError:
-            return cls(url, reasons=("what answers is not the appliance",), answers=True)
+            return cls(
+                url, reasons=("what answers is not the appliance",), answers=True, processes=None
+            )
         processes = None if instances is None else frozenset(i.pid for i in instances if i.pid)
         return cls(url, body.ok, body.reasons, True, degraded, processes)
+
+
+def _refused(error: BaseException) -> bool:
+    """Whether nothing listens: the cause is the system's answer, under those of libraries."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConnectionRefusedError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 class _Readiness(msgspec.Struct):

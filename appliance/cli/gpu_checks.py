@@ -35,15 +35,18 @@ class CudaPackages(NamedTuple):
 
     bindings: str | None
     """cuda-bindings."""
-    cupy: tuple[str, str] | None
-    """The distribution of CuPy, and its version."""
+    cupy: tuple[tuple[str, str], ...]
+    """The distributions of CuPy, each with its version. They are for one generation of CUDA each,
+    and have the same files: there is to be one."""
+    torch: tuple[str, int] | None = None
+    """Its version, and the generation of CUDA that it was built for, if for any."""
 
     @classmethod
     def installed(cls) -> CudaPackages:
         """From the metadata of packages; none of them is imported."""
         names = [f"cupy-cuda{generation}x" for generation in EXTRAS]
         found = [(name, version) for name in names if (version := _version(name))]
-        return cls(_version("cuda-bindings"), found[0] if found else None)
+        return cls(_version("cuda-bindings"), tuple(found), _torch())
 
 
 def fitting_extra(cuda: Version) -> str | None:
@@ -87,16 +90,27 @@ def check_cuda(driver: str, cuda: Version, packages: CudaPackages) -> Finding:
         oldest = min(EXTRAS)
         return fail(what, f"{found}, older than CUDA {oldest}", "install driver 525 or newer")
     remedy = f'install the extra "{extra}" of this package'
-    if packages.cupy is None:
+    if not packages.cupy:
         return fail(what, f"{found}; CuPy is not installed", remedy)
-    name, version = packages.cupy
+    names = [name for name, _ in packages.cupy]
+    if len(names) > 1:
+        both = f"{found}; {' and '.join(names)} are installed, which have the same files"
+        return fail(what, both, f"uninstall {' and '.join(names)}, then {remedy}")
+    ((name, version),) = packages.cupy
     if packages.bindings is None:
         return fail(what, f"{found}; cuda-bindings is not installed", remedy)
     found += f"; {name} {version}, cuda-bindings {packages.bindings}"
     bindings = _numbers(packages.bindings)
     generations = {name: int(name[len("cupy-cuda") : -1]), "cuda-bindings": bindings[0]}
+    if packages.torch is not None:
+        found += f", torch {packages.torch[0]} for CUDA {packages.torch[1]}"
+        generations["torch"] = packages.torch[1]
     newer = [package for package, generation in generations.items() if generation > cuda[0]]
     if newer:
+        if "torch" in newer:
+            remedy = f"install vLLM and torch built for CUDA {cuda[0]}, then {remedy}"
+        if name in newer:  # the extra brings another distribution, which does not replace it
+            remedy = f"uninstall {name}, then {remedy}"
         return fail(what, f"{found}: the driver is older than {' and '.join(newer)}", remedy)
     if bindings < LEAST_BINDINGS:
         return warn(
@@ -167,13 +181,16 @@ def check_users(facts: GpuFacts, own_processes: frozenset[int] | None) -> Findin
     if not facts.users:
         return ok(what, "none")
     if own_processes is None:
-        return ok(what, f"{len(facts.users)}, and a daemon runs")
+        return ok(what, f"{len(facts.users)}; which of them are the daemon's is not known")
     others = sorted(set(facts.users) - own_processes)
     if not others:
         return ok(what, "none but the daemon's")
     listed = ", ".join(map(str, others))
-    remedy = "end them, or make devices.memory smaller by what they use"
-    return warn(what, f"{len(others)} that are not the daemon's: {listed}", remedy)
+    remedy = (
+        "end them, or make devices.memory smaller by what they use; in a container these may be "
+        "the daemon's workers, as the driver may number processes as the host does"
+    )
+    return warn(what, f"{len(others)} not known as the daemon's: {listed}", remedy)
 
 
 def check_nodes(used: Sequence[GpuFacts]) -> Finding:
@@ -195,6 +212,21 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _torch() -> tuple[str, int] | None:
+    """Read off its version (`2.13.0+cu129`), or else off the libraries that it requires
+    (`nvidia-nccl-cu13`)."""
+    version = _version("torch")
+    if version is None:
+        return None
+    if local := re.fullmatch(r"cu(\d+)\d", version.partition("+")[2]):
+        return version, int(local[1])
+    required = (
+        re.match(r"nvidia-[a-z0-9-]+-cu(\d+)\b", line) for line in metadata.requires("torch") or ()
+    )
+    generation = next((int(found[1]) for found in required if found), None)
+    return None if generation is None else (version, generation)
 
 
 def _numbers(version: str) -> Version:

@@ -400,6 +400,7 @@ class Daemon:
             self._clock(),
             self.limits.progress_seconds,
             self.front_ends_missing(),
+            None if self._start_worker is None else self._start_worker.trouble(),
         )
 
     def progresses(self) -> bool:

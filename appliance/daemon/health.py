@@ -20,10 +20,11 @@ def readiness(
     now: float,
     progress_seconds: float,
     no_front_end: str | None = None,
+    no_start: str | None = None,
 ) -> Readiness:
-    """Ready is a daemon with an instance that is up and a front end that is ready (`no_front_end`
-    says why there is none), while every request got a token, or came, in the last
-    `progress_seconds`."""
+    """Ready is a daemon with an instance that is up (`no_start` says why none could be started)
+    and a front end that is ready (`no_front_end` says why there is none), while every request got a
+    token, or came, in the last `progress_seconds`."""
     instances = machine.instances.values()
     quarantined = [instance.id for instance in instances if instance.quarantine is not None]
     reasons = []
@@ -32,6 +33,8 @@ def readiness(
         about = f", {deaths} died before they were; see the log" if deaths else ""
         if quarantined:
             about += f", {len(quarantined)} of {len(workers)} instances are quarantined"
+        if no_start is not None:
+            about += f"; {no_start}"
         reasons.append(f"no worker is up{about}")
     if no_front_end is not None:
         reasons.append(no_front_end)

@@ -23,7 +23,8 @@ class Fork(msgspec.Struct, frozen=True):
 
 class Forked(msgspec.Struct, frozen=True):
     """The answer, with the pidfd of the new process; without one if it is gone already, or could
-    not be forked."""
+    not be forked: `error` says why then."""
 
     number: int
     pid: int
+    error: str = ""

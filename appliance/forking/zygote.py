@@ -76,16 +76,15 @@ def serve_orders(orders: socket.socket, runs: Mapping[str, Run]) -> None:
             return
         order = decoder.decode(message)
         check_threads()
-        child = _fork()
-        if child == 0:
+        answer = _fork(order.number)
+        if answer.pid == 0:
             orders.close()
             os._exit(_run(order, runs, descriptors))
         for one in descriptors:
             os.close(one)
-        handles = _handles(child)
-        answer = msgspec.msgpack.encode(Forked(order.number, child))
+        handles = _handles(answer.pid)
         try:
-            socket.send_fds(orders, [answer], handles)
+            socket.send_fds(orders, [msgspec.msgpack.encode(answer)], handles)
         except ConnectionError:  # the daemon ended before its process was there
             return
         finally:
@@ -120,13 +119,14 @@ def lasting_threads() -> list[str]:
     return others
 
 
-def _fork() -> int:
-    """The child, or 0 in it; -1 if there are too many processes, or too little memory."""
+def _fork(number: int) -> Forked:
+    """The answer to an order: the child, or 0 in it; -1 if there are too many processes, or too
+    little memory."""
     try:
-        return os.fork()
+        return Forked(number, os.fork())
     except OSError as error:
         log.error("no process could be forked: %s", error)
-        return -1
+        return Forked(number, -1, str(error))
 
 
 def _handles(child: int) -> list[int]:

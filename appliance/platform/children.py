@@ -23,6 +23,7 @@ FRONT_END_OOM_SCORE: Final = 300
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NO_NEW_PRIVS: Final = 38
+_PR_SET_NAME: Final = 15
 _F_SETSIG: Final = 10
 _SECRET: Final = re.compile(
     r"(^|_)(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.I
@@ -66,6 +67,12 @@ def die_with_writer(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([pipe], [], [], 0)[0]:  # it was closed before
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Have `ps` and `top` show a name of up to 15 bytes. What is forked has the command line of
+    what it is forked from."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def forbid_core_dumps() -> None:

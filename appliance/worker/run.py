@@ -18,6 +18,7 @@ from appliance.platform.children import (
     WORKER_OOM_SCORE,
     forbid_core_dumps,
     go_before_the_daemon,
+    name_process,
 )
 from appliance.platform.sandbox import Sandbox
 from appliance.worker import frames
@@ -74,6 +75,7 @@ def run(connection: socket.socket, host_fd: int) -> NoReturn:
     decoder = frames.decoder_of_commands()
     configuration, more = first_frames(connection, decoder)
     logs.join("warning", instance=configuration.instance)
+    name_process(f"appliance-w{configuration.instance}")
     if configuration.device == "cpu":
         # Its followers are in it, too. Not with a GPU: CUDA's driver may start a program that
         # makes its devices, with more privileges than ours.

@@ -20,7 +20,8 @@ ROLE: Final = "worker"
 
 
 class NotForked(Exception):
-    """The process that workers are forked from died, or could fork none."""
+    """The worker died at once, or the process that it was to be forked from died before it had
+    forked any."""
 
 
 class Life(Protocol):
@@ -90,9 +91,9 @@ class ForkedStart:
             else:
                 born.set_result(child)
 
-        def on_lost() -> None:
+        def on_lost(error: OSError | None) -> None:
             if not born.done():
-                born.set_exception(NotForked())
+                born.set_exception(error or NotForked())
 
         # The kernel ends a worker when this is closed: its parent is not the daemon.
         theirs, ours = os.pipe()
@@ -106,6 +107,10 @@ class ForkedStart:
             raise
         finally:
             os.close(theirs)
+
+    def trouble(self) -> str | None:
+        """What keeps workers from being forked, as far as is known."""
+        return self._forks.trouble()
 
     async def stop(self) -> None:
         """Fork no more. Workers that live go on."""

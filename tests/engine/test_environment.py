@@ -1,7 +1,8 @@
-"""What a worker process looks like before vLLM is imported."""
+"""What a worker process looks like before vLLM is imported, and right after."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -31,3 +32,18 @@ def test_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", object())
     with pytest.raises(RuntimeError, match="torch is imported already"):
         prepare_environment("auto")
+
+
+def test_what_has_imported_the_engines_can_fork() -> None:
+    """No thread of an import stays, so workers need not import vLLM themselves. How long the last
+    of them may take to end is no part of this."""
+    program = (
+        "from appliance.forking import zygote\n"
+        "from appliance.worker.engines import import_engines\n"
+        f"zygote.ENDING_SECONDS = {PATIENCE_SECONDS}\n"
+        "import_engines('auto')\n"
+        "assert not (lasting := zygote.lasting_threads()), lasting\n"
+    )
+    variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, check=True, timeout=2 * PATIENCE_SECONDS, env=variables)

@@ -14,10 +14,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from appliance.cli import doctor
-from appliance.cli.doctor import SHMEM_HUGE, Package, SystemFacts, check_kv_spill, examine
+from appliance.cli.doctor import (
+    SHMEM_HUGE,
+    DaemonProbe,
+    Package,
+    SystemFacts,
+    check_kv_spill,
+    examine,
+)
 from appliance.cli.findings import Finding, Level
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, KvSpillFolder
@@ -486,6 +494,25 @@ def test_another_server_where_the_daemon_should_be(
     assert "not the appliance" in found["daemon"].finding
     assert "available" in found["memory"].finding
     assert found["weights"].level is Level.WARN
+
+
+def test_only_a_refused_connection_means_that_no_daemon_runs(
+    make_file: Make, fake_checkpoint: Make, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any other failure its workers are not known: none of a GPU's processes is blamed."""
+    fake_checkpoint()
+    server.answers.clear()
+    config = load_config(make_file(bind=server.bind))
+    assert DaemonProbe.find(config).processes is None, "another server"
+    with Server() as closed:
+        gone = load_config(make_file(bind=closed.bind))
+    assert DaemonProbe.find(gone).processes == frozenset()
+
+    def late(client: httpx.Client, url: str) -> httpx.Response:
+        raise httpx.ReadTimeout("timed out")
+
+    monkeypatch.setattr(httpx.Client, "get", late)
+    assert DaemonProbe.find(gone).processes is None
 
 
 def test_weights_are_compared(make_file: Make, fake_checkpoint: Make, server: Server) -> None:

@@ -47,7 +47,7 @@ GPU = GpuFacts(
     users=(),
     node=0,
 )
-PACKAGES = CudaPackages("13.4.4", ("cupy-cuda13x", "14.2.0"))
+PACKAGES = CudaPackages("13.4.4", (("cupy-cuda13x", "14.2.0"),))
 EXTRAS_OF_FILE = tomllib.loads(Path("pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
@@ -68,13 +68,13 @@ def test_a_driver_has_a_fitting_extra(cuda: tuple[int, int], extra: str | None) 
     ("cuda", "packages", "level", "words"),
     [
         ((13, 0), PACKAGES, Level.OK, "cupy-cuda13x 14.2.0, cuda-bindings 13.4.4"),
-        ((13, 1), CudaPackages("12.9.1", ("cupy-cuda12x", "13.6.0")), Level.OK, "CUDA 13.1"),
+        ((13, 1), CudaPackages("12.9.1", (("cupy-cuda12x", "13.6.0"),)), Level.OK, "CUDA 13.1"),
         ((12, 4), PACKAGES, Level.FAIL, "older than cupy-cuda13x and cuda-bindings"),
         ((12, 4), PACKAGES._replace(bindings="12.9.4"), Level.FAIL, "older than cupy-cuda13x"),
         ((13, 0), PACKAGES._replace(bindings="12.9.0"), Level.WARN, "stop all"),
         ((13, 0), PACKAGES._replace(bindings="12.8"), Level.WARN, "stop all"),
         ((13, 0), PACKAGES._replace(bindings=None), Level.FAIL, "cuda-bindings is not installed"),
-        ((13, 0), PACKAGES._replace(cupy=None), Level.FAIL, "CuPy is not installed"),
+        ((13, 0), PACKAGES._replace(cupy=()), Level.FAIL, "CuPy is not installed"),
         ((11, 8), PACKAGES, Level.FAIL, "older than CUDA 12"),
     ],
 )
@@ -102,11 +102,63 @@ def test_packages_are_found_by_their_metadata(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(metadata, "version", version)
 
-    assert CudaPackages.installed() == CudaPackages("12.9.4", ("cupy-cuda12x", "13.6.0"))
+    assert CudaPackages.installed() == CudaPackages("12.9.4", (("cupy-cuda12x", "13.6.0"),))
     versions["cupy-cuda13x"] = "14"
-    assert CudaPackages.installed().cupy == ("cupy-cuda13x", "14")
+    assert CudaPackages.installed().cupy == (("cupy-cuda13x", "14"), ("cupy-cuda12x", "13.6.0"))
     versions.clear()
-    assert CudaPackages.installed() == CudaPackages(None, None)
+    assert CudaPackages.installed() == CudaPackages(None, ())
+
+
+@pytest.mark.parametrize(
+    ("version", "requires", "generation"),
+    [
+        ("2.13.0+cu129", ["nvidia-nccl-cu13==2"], 12),
+        ("2.13.0+cu130", [], 13),
+        ("2.13.0", ["sympy", "nvidia-cublas==13.1", "nvidia-nccl-cu13==2; x == 'y'"], 13),
+        ("2.8.0", ["nvidia-cuda-nvrtc-cu12==12.8"], 12),
+        ("2.13.0+cpu", None, None),
+        ("2.13.0", ["sympy"], None),
+    ],
+)
+def test_torch_tells_what_it_was_built_for(
+    version: str,
+    requires: list[str] | None,
+    generation: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without an import: by its version, or by what it requires."""
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    monkeypatch.setattr(metadata, "requires", lambda name: requires)
+
+    torch = CudaPackages.installed().torch
+
+    assert torch == (None if generation is None else (version, generation))
+
+
+def test_what_is_in_the_way_is_uninstalled_first() -> None:
+    """An extra brings the distribution of CuPy that fits, beside the other one."""
+    newer = check_cuda("550.1", (12, 4), PACKAGES)
+    assert (
+        newer.remedy
+        == 'uninstall cupy-cuda13x, then install the extra "gpu-cuda12" of this package'
+    )
+    both = check_cuda(
+        "580.1", (13, 0), PACKAGES._replace(cupy=(*PACKAGES.cupy, ("cupy-cuda12x", "13.6.0")))
+    )
+    assert both.level is Level.FAIL
+    assert "cupy-cuda13x and cupy-cuda12x are installed" in both.finding
+    assert both.remedy.startswith("uninstall cupy-cuda13x and cupy-cuda12x, then install")
+
+
+def test_torch_is_not_newer_than_the_driver() -> None:
+    """It brings libraries of its own generation of CUDA."""
+    packages = CudaPackages("12.9.4", (("cupy-cuda12x", "13.6.0"),), ("2.11.0+cu130", 13))
+
+    assert check_cuda("580.1", (13, 0), packages).level is Level.OK
+    old = check_cuda("550.1", (12, 4), packages)
+    assert old.level is Level.FAIL
+    assert "torch 2.11.0+cu130 for CUDA 13: the driver is older than torch" in old.finding
+    assert old.remedy.startswith("install vLLM and torch built for CUDA 12, then")
 
 
 @pytest.mark.parametrize("generation", EXTRAS)
@@ -209,8 +261,9 @@ def test_only_the_gpus_of_instances_are_checked(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("cuda", "remedy"),
-    [(13000, 'the extra "gpu"'), (12040, 'built for CUDA 12, then the extra "gpu-cuda12"')],
-)
+    [(13000, 'the extra "gpu"'), (12040, 'built for CUDA 12, then the extra "gpu-cuda12"'),
+     (11080, "update the driver, which is older than CUDA 12")],
+)  # fmt: skip
 def test_the_doctor_examines_gpus(
     cuda: int,
     remedy: str,

@@ -60,6 +60,7 @@ from appliance.vocabulary import (
     Task,
 )
 from appliance.worker import frames
+from appliance.worker.starts import ForkedStart
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import PID, Box, Client, box_maker, setup_of, small
 from tests.unit.doubles.instance import Life
@@ -834,13 +835,20 @@ async def test_a_vector_is_the_end_of_its_prompt(make_box: MakeBox) -> None:
 # --- what is shown -------------------------------------------------------------------------------
 
 
-async def test_not_ready_without_a_worker(make_box: MakeBox) -> None:
-    """One worker is enough; deaths before the first word point to the log."""
+async def test_not_ready_without_a_worker(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker is enough; deaths before the first word point to the log, and what keeps workers
+    from being forked is named."""
     box = make_box(instances=2)
     assert box.daemon.readiness().reasons == ("no worker is up",)
     box.workers[0].stillborn, box.workers[1].stillborn = 2, 1
     assert box.daemon.readiness().reasons == (
         "no worker is up, 3 died before they were; see the log",
+    )
+    monkeypatch.setattr(ForkedStart, "trouble", lambda start: "what they are forked from died")
+    assert box.daemon.readiness().reasons == (
+        "no worker is up, 3 died before they were; see the log; what they are forked from died",
     )
     assert not box.daemon.readiness().ok
 

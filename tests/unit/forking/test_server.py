@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from appliance.forking.orders import Fork
 from appliance.forking.server import Child, ForkServer
@@ -46,6 +50,20 @@ def fork_once():
 
 os.fork = fork_once
 """
+STUCK_UNTIL = """
+if not os.path.exists({path!r}):
+    os.kill(os.getpid(), 19)
+"""
+SLOW = """
+fork = os.fork
+
+def fork_when_told():
+    with open({path!r}) as pipe:
+        pipe.read()
+    return fork()
+
+os.fork = fork_when_told
+"""
 
 
 class Asked:
@@ -54,6 +72,7 @@ class Asked:
     def __init__(self, forks: ForkServer, scratch: str = "") -> None:
         self.child: Child | None = None
         self.lost = False
+        self.error: OSError | None = None
         self.news = asyncio.Event()
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
@@ -65,8 +84,8 @@ class Asked:
         self.child = child
         self.news.set()
 
-    def on_lost(self) -> None:
-        self.lost = True
+    def on_lost(self, error: OSError | None) -> None:
+        self.lost, self.error = True, error
         self.news.set()
 
     async def told(self) -> str:
@@ -86,14 +105,18 @@ class Asked:
             os.close(self.child.handle)
 
 
-def server(before: str = "", unanswered_seconds: float = PATIENCE_SECONDS) -> ForkServer:
+def server(
+    before: str = "",
+    unanswered_seconds: float = PATIENCE_SECONDS,
+    starting_seconds: float = PATIENCE_SECONDS,
+) -> ForkServer:
     program = SERVING.format(before=before)
     command = (sys.executable, "-c", program)
 
     def environment(scratch: str) -> dict[str, str]:
         return {**os.environ, "TMPDIR": scratch}
 
-    return ForkServer(command, environment, "tellers", unanswered_seconds)
+    return ForkServer(command, environment, "tellers", unanswered_seconds, starting_seconds)
 
 
 async def test_a_process_is_forked_for_each_order() -> None:
@@ -127,6 +150,7 @@ async def test_an_order_is_lost_with_the_process(tmp_path: Path) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         early = Asked(forks)
         assert early.lost, "there is no process yet"
+        assert early.error is not None, "which says nothing of what was ordered"
         await early.end()
         asked = early
         while asked.lost:
@@ -149,8 +173,10 @@ async def test_a_process_that_cannot_fork_says_so() -> None:
             asked = Asked(forks)
             await asked.news.wait()
             assert asked.lost
+            assert "too many processes" in str(asked.error)
             await asked.end()
     assert forks.deaths == 0
+    assert forks.trouble() is None
     await forks.stop()
 
 
@@ -166,6 +192,7 @@ async def test_a_process_that_hangs_is_replaced() -> None:
         second = Asked(forks)
         await second.news.wait()
         assert second.lost
+        assert second.error is not None, "it forked before"
         await second.end()
         await forks.until_there()
         third = Asked(forks)
@@ -173,3 +200,90 @@ async def test_a_process_that_hangs_is_replaced() -> None:
         await third.end()
     assert third.child is not None
     await forks.stop()
+
+
+async def test_a_process_that_hangs_as_it_starts_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may import for long, and not without end. The log says so, once, and until then `trouble`
+    does."""
+    there = tmp_path / "there"
+    forks = server(STUCK_UNTIL.format(path=str(there)), starting_seconds=0.5)
+    forks.start()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await forks.until_there()
+        asked = [Asked(forks) for _ in range(3)]
+        assert str(forks.trouble()).startswith("what tellers are forked from starts for ")
+        await asked[0].news.wait()
+        there.touch()  # before the next one starts
+        forks._starting_seconds = PATIENCE_SECONDS
+        for each in asked:
+            await each.news.wait()
+            assert each.lost
+            assert each.error is None, "it never forked any"
+            await each.end()
+        assert "died 1 times before it forked any" in str(forks.trouble())
+        await forks.until_there()
+        last = Asked(forks)
+        await last.news.wait()
+        await last.end()
+    assert last.child is not None
+    assert forks.trouble() is None
+    await forks.stop()
+    killed = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert [each.getMessage() for each in killed] == [
+        "the process that tellers are forked from forked none in 0.5 s: killed"
+    ]
+
+
+async def test_orders_behind_others_are_given_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that answers one after the other does not hang, though the last one waits for
+    longer than the limit."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    loop = asyncio.get_running_loop()
+    late = 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + late)
+    forks = server(SLOW.format(path=str(pipe)))
+    forks.start()
+    async with asyncio.timeout(100 * PATIENCE_SECONDS):
+        await forks.until_there()
+        asked = [Asked(forks) for _ in range(4)]
+        for each in asked:
+            late += 0.75 * PATIENCE_SECONDS
+            # Opens when the process reads, and is closed at once.
+            await asyncio.to_thread(pipe.write_bytes, b"")
+            await each.news.wait()
+            assert each.child is not None
+            await each.end()
+    await forks.stop()
+
+
+async def test_a_start_that_fails_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There may be no room for its folder, or any other cause: it is logged, and ends nothing."""
+    failures = iter([OSError("no space left"), ValueError("any other")])
+    folder = tempfile.TemporaryDirectory
+
+    def no_folder(**options: object) -> tempfile.TemporaryDirectory[str]:
+        if error := next(failures, None):
+            raise error
+        return folder()
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", no_folder)
+    forks = server()
+    forks.start()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await forks.until_there()
+        assert forks.deaths == 2
+        asked = Asked(forks)
+        await asked.news.wait()
+        assert asked.child is not None
+        await asked.end()
+        await forks.stop()
+    assert "no space left" in caplog.text
+    assert "any other" in caplog.text

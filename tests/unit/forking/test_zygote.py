@@ -50,7 +50,7 @@ def test_a_core_that_ends_is_no_defect(before: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -140,3 +140,13 @@ def test_a_process_dies_with_the_writer_of_a_pipe() -> None:
             if not gone:
                 os.close(writer)
             assert process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+
+
+def test_a_process_is_named() -> None:
+    """As `ps -o comm` shows it, however it was started."""
+    program = (
+        "from pathlib import Path; from appliance.platform.children import name_process;"
+        "name_process('appliance-w12'); print(Path('/proc/self/comm').read_text(), end='')"
+    )
+
+    assert says((sys.executable, "-c", program), Path.cwd()) == "appliance-w12\n"

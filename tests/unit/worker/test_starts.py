@@ -153,3 +153,54 @@ async def test_a_worker_that_is_waited_for_can_be_stopped(keep: Callable[[str], 
     await keeper.stop()
 
     assert (keeper.greeted, keeper.lost, keeper.stillborn) == (0, 0, 0)
+
+
+UNABLE_AT_FIRST = """
+fork, failures = os.fork, iter(range(2))
+
+def fork_later():
+    for _ in failures:
+        raise BlockingIOError("there are too many processes")
+    return fork()
+
+os.fork = fork_later
+"""
+DIES_AT_SECOND = """
+fork, forks = os.fork, iter([True])
+
+def fork_once():
+    if next(forks, False):
+        return fork()
+    os.kill(os.getpid(), 9)
+
+os.fork = fork_once
+"""
+
+
+async def test_a_fork_that_fails_says_nothing_of_the_worker(keep: Callable[[str], Keeper]) -> None:
+    """There may be too many processes for the moment: it is tried again, and no death is told,
+    which would end in quarantine."""
+    keeper = keep(UNABLE_AT_FIRST)
+    keeper.process.start()
+
+    await keeper.until(lambda: keeper.greeted == 1)
+
+    assert (keeper.stillborn, keeper.process.restarts) == (0, 2)
+    assert keeper.start.trouble() is None
+    await keeper.stop()
+
+
+async def test_an_order_that_is_lost_says_nothing_of_the_worker(
+    keep: Callable[[str], Keeper],
+) -> None:
+    """What had forked workers before died with the order."""
+    keeper = keep(DIES_AT_SECOND)
+    keeper.process.start()
+    await keeper.until(lambda: keeper.greeted == 1)
+    assert keeper.process.pid is not None
+
+    os.kill(keeper.process.pid, signal.SIGKILL)
+    await keeper.until(lambda: keeper.greeted == 2)
+
+    assert (keeper.lost, keeper.stillborn) == (1, 0)
+    await keeper.stop()
