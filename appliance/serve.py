@@ -25,7 +25,7 @@ from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.api.operator_socket import protocol_for
 from appliance.config.checks import warnings
 from appliance.config.schema import Config
-from appliance.config.sizing import kv_floor_slabs, read_model, uncached
+from appliance.config.sizing import adapter_room, kv_floor_slabs, read_model, uncached
 from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
 from appliance.daemon.lifecycle import GRACE_SECONDS, Lifetime, Server
 from appliance.daemon.reload import LiveConfig, tls_pair
@@ -446,7 +446,14 @@ def _prepared_images(config: Config) -> str:
         return ""
     ranks = devices.tensor_parallel
     wanted = {
-        image_name(model.path, model.dtype, rank, ranks, [one.path for one in model.adapters])
+        image_name(
+            model.path,
+            model.dtype,
+            rank,
+            ranks,
+            [one.path for one in model.adapters],
+            adapter_room(model),
+        )
         for model in config.models
         for rank in range(ranks)
     }

@@ -9,6 +9,7 @@ NAME is a linear layer of the base, whose weight is [out, in]. With an adapter i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -78,6 +79,8 @@ class AdapterPlace(msgspec.Struct, frozen=True):
     path: str
     slot: int = 0
     """Which of its base's places it is in, from 0."""
+    version: str = ""
+    """What its files have to be (`adapter_version`); any, if that is empty."""
 
 
 class AdapterRoom(msgspec.Struct, frozen=True):
@@ -113,11 +116,12 @@ class Adapter:
     place: AdapterPlace
     file: WeightFile
     layers: Mapping[str, LowRank]
+    version: str
 
     @property
     def identity(self) -> str:
-        """Its path and what tells its weights from others that lay there, or will."""
-        return f"{self.place.path}@{self.file.inode}.{self.file.mtime_ns}"
+        """Its path and what tells its files from others that lay there, or will."""
+        return f"{self.place.path}@{self.version}"
 
 
 class LayerShape(NamedTuple):
@@ -201,9 +205,16 @@ def read_adapters(
     return tuple(_read(place, shapes) for place in places)
 
 
+def adapter_version(folder: Path) -> str:
+    """What tells the files of an adapter from others that lay there, or will. Raises
+    `UnsupportedAdapter`, `CheckpointError`."""
+    _, digest = _read_config(folder)
+    return _version(read_header(folder / ADAPTER_WEIGHTS), digest)
+
+
 def check_adapter_config(folder: Path) -> None:
     """Raise `UnsupportedAdapter` for an adapter whose configuration is not supported."""
-    _Settings(folder, _read_config(folder))
+    _Settings(folder, _read_config(folder)[0])
 
 
 def check_base(config: ModelConfig, *, task: Task, ranks: int, cuda: bool) -> None:
@@ -246,7 +257,8 @@ def _is_linear(layer: str, shape: tuple[int, ...]) -> bool:
 
 def _read(place: AdapterPlace, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
     folder = Path(place.path)
-    settings = _Settings(folder, _read_config(folder))
+    found_config, digest = _read_config(folder)
+    settings = _Settings(folder, found_config)
     file = folder / ADAPTER_WEIGHTS
     if not file.exists():
         raise UnsupportedAdapter(f"{folder} has no {ADAPTER_WEIGHTS}; save it as safetensors")
@@ -254,6 +266,25 @@ def _read(place: AdapterPlace, shapes: Mapping[str, tuple[int, ...]]) -> Adapter
         header = read_header(file)
     except CheckpointError as error:
         raise UnsupportedAdapter(str(error)) from error
+    version = _version(header, digest)
+    if place.version not in ("", version):
+        raise CheckpointError(
+            f"{folder} was changed while it was served: load the adapter again (load_inplace), or "
+            "remove it and add it again"
+        )
+    layers = _pairs(file, header, settings, shapes)
+    return Adapter(place, header, layers, version)
+
+
+def _version(file: WeightFile, config_digest: str) -> str:
+    """The configuration is part of it: it says how the weights are scaled."""
+    return f"{file.inode}.{file.mtime_ns}.{config_digest}"
+
+
+def _pairs(
+    file: Path, header: WeightFile, settings: _Settings, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, LowRank]:
+    """What the file has for each layer."""
     parts: dict[str, dict[str, TensorEntry]] = {}
     for tensor in header.tensors:
         found = _PART.match(tensor.name.removeprefix(_PREFIX))
@@ -276,7 +307,7 @@ def _read(place: AdapterPlace, shapes: Mapping[str, tuple[int, ...]]) -> Adapter
         low = LowRank(pair["A"], pair["B"], scale)
         _check_layer(file, name, low, rank, shapes.get(name))
         layers[name] = low
-    return Adapter(place, header, layers)
+    return layers
 
 
 def _check_layer(
@@ -294,7 +325,8 @@ def _check_layer(
         raise UnsupportedAdapter(f"{file}: {name} is of type {low.a.dtype} and {low.b.dtype}")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> tuple[dict[str, Any], str]:
+    """What it says, and a digest of its bytes."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise UnsupportedAdapter(f"{folder} has no {ADAPTER_CONFIG}")
@@ -308,7 +340,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UnsupportedAdapter(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise UnsupportedAdapter(f"{path} is not a JSON object")
-    return found
+    return found, hashlib.sha256(text).hexdigest()[:16]
 
 
 class _Settings:

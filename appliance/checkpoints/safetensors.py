@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -57,8 +58,7 @@ class WeightFile:
     def open(self) -> Iterator[int]:
         """A descriptor of this very file. Raises `CheckpointError` if it is another one by now,
         or is when the block ends: another process wrote to it."""
-        with io_errors(self.path):
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open(self.path)
         try:
             self._compare(fd)
             yield fd
@@ -137,9 +137,10 @@ def weight_files(directory: Path) -> list[Path]:
 def read_header(path: Path) -> WeightFile:
     """Describe a file from its header: the JSON behind an 8-byte little-endian length.
 
-    Raises `CheckpointError` when the header is damaged or the file is not as long as it says.
+    Raises `CheckpointError` when the header is damaged, the file is not as long as it says, or it
+    is no regular file.
     """
-    with io_errors(path), path.open("rb") as stream:
+    with io_errors(path), open(_open(path), "rb") as stream:
         status = os.fstat(stream.fileno())
         size = status.st_size
         prefix = stream.read(8)
@@ -180,6 +181,17 @@ def verify_sums(directory: Path) -> None:
     for checksum in checksums:
         with io_errors(checksum.file):
             checksum.check()
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a regular file. Opening a FIFO would wait for its writer, maybe for good."""
+    with io_errors(path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+    if not regular:
+        os.close(fd)
+        raise CheckpointError(f"{path} is no regular file: put the file itself there")
+    return fd
 
 
 @contextmanager

@@ -185,16 +185,8 @@ class LiveConfig:
             added = Adapter(name=name, path=str(self._path.parent / path))
             self._check_stays(full, Path(added.path))
             edit, found = await self._with_adapters(model, {**known, name: added}.values())
-            await self._daemon.adapters.put(model, name, added.path, replace=replace)
-            try:
-                await self._write(edit)
-            except NotSaved:
-                if name not in known:
-                    self._daemon.adapters.remove(model, name)
-                else:
-                    before = known[name].path
-                    await self._daemon.adapters.put(model, name, before, replace=True)
-                raise
+            save = partial(self._write, edit)
+            await self._daemon.adapters.put(model, name, added.path, replace=replace, save=save)
             self._keep_adapters(model, _adapters_of(found, model))
             log.info("adapter %s was added", full)
             return full
@@ -203,14 +195,16 @@ class LiveConfig:
         async with self._changing:
             row, full = self._row(model), full_name(model, name)
             others = [one for one in row.adapters if one.name != name]
-            if full not in self._daemon.catalogue.find(model).adapters:
+            there = self._daemon.catalogue.find(model).worker.adapters
+            if not any(one.name == name for one in there):
                 raise ModelNotFound(full)
             self._check_room(row, full)
-            edit, found = await self._with_adapters(model, others)
-            await self._write(edit)
+            if len(others) < len(row.adapters):  # else it is leaving already
+                edit, found = await self._with_adapters(model, others)
+                await self._write(edit)
+                self._keep_adapters(model, _adapters_of(found, model))
+                log.info("adapter %s is removed", full)
             live = self._daemon.adapters.remove(model, name)
-            self._keep_adapters(model, _adapters_of(found, model))
-            log.info("adapter %s is removed", full)
             if force:
                 self._daemon.end_adapter(full)
             return Removal(model=full, live=0 if force else live, files=False)
@@ -335,7 +329,9 @@ class LiveConfig:
                         await self._daemon.adapters.put(model.name, name, one.path, replace=True)
                         in_force[name] = one
                 in_force = wanted  # in their order
-            except (AdapterNotPlaced, ModelExists, ModelNotFound, NotSaved) as error:
+            except (
+                AdapterNotPlaced, CheckpointError, ModelExists, ModelNotFound, NotSaved
+            ) as error:  # fmt: skip
                 log.warning("the adapters of %s are not exchanged yet: %s", model.name, error)
             self._keep_adapters(model.name, tuple(in_force.values()))
 

@@ -99,7 +99,8 @@ class Settings(Protocol):
 
     async def remove_adapter(self, model: ModelName, name: str, *, force: bool) -> Removal:
         """Serve an adapter no more, now and after a restart: new requests for it are refused at
-        once, and its place is free when those that are live have ended; with `force`, they are.
+        once, and its place is free when those that are live have ended; with `force`, they are,
+        also of one that was removed before.
 
         Raises `ModelNotFound`, `AdapterNotPlaced`, `ConfigError`, `NotSaved`: nothing is changed
         then."""

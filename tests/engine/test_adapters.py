@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 
-from appliance.checkpoints.adapters import TRIED, AdapterPlace, AdapterRoom
+from appliance.checkpoints.adapters import TRIED, AdapterPlace, AdapterRoom, adapter_version
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import UnsupportedModel
 from appliance.config.schema import Adapter, Devices, Model
@@ -324,6 +324,45 @@ def test_adapters_come_and_go_while_others_run(
     assert engine.verify() is Verdict.OK
 
 
+def test_an_adapter_is_what_it_was_when_its_files_change(
+    tmp_path: Path, checkpoints: dict[str, str]
+) -> None:
+    """Until it is put anew, as others come and go. Files that changed in between are refused."""
+    base = checkpoints[LLAMA]
+    every, some = three(tmp_path, base)[:2]
+    folder, house = Path(every.path), make_house()
+    every = AdapterPlace(every.name, every.path, 0, adapter_version(folder))
+    engine = house.build(LLAMA, base, adapters=[every], adapter_room=AdapterRoom(2, 16))
+
+    def answer(batch: Batch, name: str) -> list[list[int]]:
+        names = [f"{name}{number}" for number in range(len(prompts(LLAMA)))]
+        for one, prompt in zip(names, prompts(LLAMA), strict=True):
+            batch.begin(one, prompt, every)
+        batch.answers()
+        return [batch.outputs[one] for one in names]
+
+    batch = Batch(house, engine, ())
+    before = answer(batch, "before")
+    shutil.rmtree(folder)
+    make_adapter(folder, base, seed=7)
+    engine.begin_load().wait()
+    engine.put_adapters((every, some), (some.slot,), image=True)
+    assert engine.verify() is Verdict.OK
+    assert answer(batch, "again") == before
+    with pytest.raises(CheckpointError, match="was changed while it was served"):
+        engine.put_adapters((every, some), (every.slot,), image=True)
+
+    now = AdapterPlace(every.name, every.path, 0, adapter_version(folder))
+    engine.put_adapters((now, some), (now.slot,), image=True)
+    fresh = house.build("fresh", base, dtype="float32", adapters=[now])
+    found = answer(batch, "after")
+    assert found != before
+    assert found == answer(Batch(house, fresh, ()), "fresh")
+    shutil.rmtree(folder)
+    engine.put_adapters((now,), (some.slot,), image=True)
+    assert answer(batch, "gone") == found
+
+
 def test_places_are_for_ranks_up_to_theirs(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     """A larger one is refused before anything is written, as is any where there is no room."""
     base = checkpoints[LLAMA]
@@ -423,12 +462,14 @@ def test_a_replaced_file_is_not_read(tmp_path: Path, checkpoints: dict[str, str]
 
 
 def test_images_with_other_adapters_are_kept_apart() -> None:
-    """Models of one checkpoint do not replace each other's."""
+    """Models of one checkpoint do not replace each other's; nor do those with other room."""
     adapters: list[list[str]] = [[], ["/a"], ["/b"], ["/a", "/b"]]
 
-    names = {image_name("/m", "float32", 0, 1, paths) for paths in adapters}
+    rooms = (None, AdapterRoom(2, 16), AdapterRoom(3, 16), AdapterRoom(2, 8))
 
-    assert len(names) == len(adapters)
+    names = {image_name("/m", "float32", 0, 1, paths, r) for paths in adapters for r in rooms}
+
+    assert len(names) == len(adapters) * len(rooms)
 
 
 def test_kept_images_of_other_models_stay_valid() -> None:

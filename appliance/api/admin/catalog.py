@@ -12,6 +12,7 @@ from litestar.response.base import ASGIResponse
 
 from appliance.api.admin.config import SloChange
 from appliance.http.bodies import parse
+from appliance.http.errors import BadRequest
 from appliance.http.json import json_answer
 from appliance.service.interface import Watch
 from appliance.service.settings import Settings
@@ -74,6 +75,11 @@ def catalogue_routes(service: Watch, settings: Settings) -> list[HTTPRouteHandle
         name = name.removeprefix("/")
         base, _, adapter = name.rpartition(ADAPTERS)
         if base and not _is_model(name):
+            if files:
+                raise BadRequest(
+                    "files of adapters are not deleted: leave files out, and delete them yourself",
+                    "files",
+                )
             return json_answer(await settings.remove_adapter(base, adapter, force=force))
         return json_answer(await settings.remove_model(name, force=force, files=files))
 

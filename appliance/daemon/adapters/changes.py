@@ -7,21 +7,23 @@ at least twice:
     1. from its answer on, no worker fills an image as the model was before
     2. so what is written now stays; again, while an instance came to load from the image meanwhile
 
-The machine holds the image until then. If no instance loads from it, nothing could write to it: it
-goes, and is filled anew. No request may ask for an adapter before all that, or before the requests
-of the one that had its place are over.
+The machine holds the image until every order was answered, or its worker died: one that does not
+answer in time writes later, to slabs that have to be the image's still. If no instance loads from
+it, nothing could write to it: it goes, and is filled anew. No request may ask for an adapter before
+all that, or before the requests of the one that had its place are over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from appliance.checkpoints.adapters import AdapterPlace, full_name
+from appliance.checkpoints.adapters import AdapterPlace, adapter_version, full_name
 from appliance.daemon.models import ModelAdministration
 from appliance.daemon.worker_calls import WorkerCalls
 from appliance.scheduling.machine import Machine
@@ -58,27 +60,38 @@ class AdapterChanges:
         self._pass_on = send
         self._handle = handle
         self._calls = WorkerCalls[frames.AdaptersPut](self._send)
+        self._orders: dict[tuple[InstanceId, int], ModelName] = {}
+        """Those that were neither answered nor lost, however long ago they were sent."""
+        self._writing: set[ModelName] = set()
         self._changing = asyncio.Lock()
         self._clearing: set[asyncio.Task[None]] = set()
         """Held here, as the loop does not."""
         catalogue.on_adapter_idle = self._clear_soon
 
-    async def put(self, model: ModelName, name: str, path: str, *, replace: bool = False) -> None:
+    async def put(
+        self,
+        model: ModelName,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        save: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """Serve the model with one adapter more; with `replace`, with another one of a name that it
-        has. Raises `ModelNotFound`, `ModelExists`, `AdapterNotPlaced`: nothing is changed then."""
+        has. `save` is called before clients may ask for it. Raises `ModelNotFound`, `ModelExists`,
+        `AdapterNotPlaced`, `CheckpointError`, what `save` raises: nothing is changed then."""
         await self.cleared()
         async with self._changing:
+            self._catalogue.find(model)
+            version = await asyncio.to_thread(adapter_version, Path(path))
             served = self._catalogue.find(model)
             room, full = served.worker.adapter_room, full_name(model, name)
             known = {one.name: one for one in served.worker.adapters}
+            if full in self._catalogue.served:  # a model that leaves
+                raise ModelExists(full, removing=full in self._catalogue.removing)
             old = known.get(name)
-            if old is not None and (not replace or name in served.hidden):
-                raise ModelExists(full, removing=name in served.hidden)
-            if old is not None and (live := self._catalogue.live_of_adapter(full)):
-                raise AdapterNotPlaced(
-                    f"{live} requests of {full} are under way: replace it when they have ended, or "
-                    "give the new one another name"
-                )
+            if old is not None:
+                self._check_replaceable(full, hidden=name in served.hidden, replace=replace)
             free = sorted(set(range(room.slots if room else 0)) - {o.slot for o in known.values()})
             if old is None and not free:
                 raise AdapterNotPlaced(
@@ -86,11 +99,14 @@ class AdapterChanges:
                     f"{room.slots if room else 0} are taken; remove an adapter, or raise max_loras "
                     "and restart"
                 )
-            place = AdapterPlace(name, path, old.slot if old is not None else free[0])
+            slot = old.slot if old is not None else free[0]
+            place = AdapterPlace(name, path, slot, version)
             others = tuple(one for one in served.worker.adapters if one != old)
             self._catalogue.change_adapters(model, (*others, place), hide=name)
             try:
                 await self._write(model, place.slot)
+                if save is not None:
+                    await save()
             except BaseException:
                 await self._take_back(model, place, old)
                 raise
@@ -98,10 +114,11 @@ class AdapterChanges:
 
     def remove(self, model: ModelName, name: str) -> int:
         """Take no more requests for an adapter, and clear its place when the last one has ended;
-        how many are under way. Raises `ModelNotFound`."""
+        how many are under way. One that leaves already may be removed again. Raises
+        `ModelNotFound`."""
         served = self._catalogue.find(model)
         full = full_name(model, name)
-        if full not in served.adapters:
+        if not any(one.name == name for one in served.worker.adapters):
             raise ModelNotFound(full)
         self._catalogue.change_adapters(model, served.worker.adapters, hide=name)
         live = self._catalogue.live_of_adapter(full)
@@ -112,10 +129,16 @@ class AdapterChanges:
     def answered(self, message: frames.AdaptersPut) -> None:
         """A worker has written, or could not."""
         self._calls.answered(message.instance, message.number, message)
+        model = self._orders.pop((message.instance, message.number), None)
+        if model is not None:
+            self._let_go(model)
 
     def lost(self, instance: InstanceId) -> None:
         """The worker died; it will not answer. The next one begins with what was changed."""
         self._calls.lost(instance)
+        for order in [order for order in self._orders if order[0] == instance]:
+            # The machine hears of its death first.
+            asyncio.get_running_loop().call_soon(self._let_go, self._orders.pop(order))
 
     async def cleared(self) -> None:
         """Return when the places of all adapters that have left are free."""
@@ -127,6 +150,18 @@ class AdapterChanges:
         for task in self._clearing:
             task.cancel()
         await asyncio.gather(*self._clearing, return_exceptions=True)
+
+    def _check_replaceable(self, full: ModelName, *, hidden: bool, replace: bool) -> None:
+        """Raises `ModelExists`, `AdapterNotPlaced`. One that is hidden without live requests could
+        not be put back: anything may take its place."""
+        live = self._catalogue.live_of_adapter(full)
+        if (hidden and live) or not (hidden or replace):
+            raise ModelExists(full, removing=hidden)
+        if live:
+            raise AdapterNotPlaced(
+                f"{live} requests of {full} are under way: replace it when they have ended, or "
+                "give the new one another name"
+            )
 
     def _clear_soon(self, model: ModelName, name: str) -> None:
         task = asyncio.get_running_loop().create_task(self._clear(model, name))
@@ -175,8 +210,10 @@ class AdapterChanges:
         worker_model = self._catalogue.find(model).worker
         for worker in self._workers.values():
             worker.add(worker_model)
-        self.held.add(model)
-        self._handle(ImageHeld(model=model, held=True))
+        self._writing.add(model)
+        if model not in self.held:
+            self.held.add(model)
+            self._handle(ImageHeld(model=model, held=True))
         stale = False
         try:
             for number in range(MOST_ROUNDS):
@@ -189,8 +226,15 @@ class AdapterChanges:
             master = self._machine.weight_cache.get(model)
             stale = master is not None and master.filler is None and not any(attached.values())
         finally:
-            self.held.discard(model)
-            self._handle(ImageHeld(model=model, held=False, stale=stale))
+            self._writing.discard(model)
+            self._let_go(model, stale=stale)
+
+    def _let_go(self, model: ModelName, *, stale: bool = False) -> None:
+        """Hold the image no more, unless a worker may write to it still."""
+        if model in self._writing or model in self._orders.values() or model not in self.held:
+            return
+        self.held.discard(model)
+        self._handle(ImageHeld(model=model, held=False, stale=stale))
 
     async def _tell(self, model: frames.WorkerModel, slot: int) -> None:
         def message(number: int) -> frames.PutAdapters:
@@ -209,6 +253,7 @@ class AdapterChanges:
 
     def _send(self, instance: InstanceId, message: frames.Down) -> None:
         assert isinstance(message, frames.PutAdapters)
+        self._orders[instance, message.number] = message.model
         image = self._attached(message.model).get(instance, False)
         self._pass_on(instance, msgspec.structs.replace(message, image=image))
 

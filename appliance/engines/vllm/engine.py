@@ -204,7 +204,7 @@ class VllmEngine:
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
         headers = _headers(checkpoint, task, prompt_images)
         lora = BaseAdapters.read(checkpoint, adapters, adapter_room, task, ranks, where)
-        shelf = images.shelf(path, dtype, ranks, adapters) if images is not None else None
+        shelf = images.shelf(path, dtype, ranks, adapters, adapter_room) if images else None
         config = _configure(
             ranks,
             checkpoint,
@@ -238,7 +238,7 @@ class VllmEngine:
     def put_adapters(
         self, adapters: Sequence[AdapterPlace], slots: Sequence[int], *, image: bool
     ) -> None:
-        found = self._adapters.read(adapters)
+        found = self._adapters.read(adapters, slots)
         self._placed.put_adapters(found, slots, master=image)
         self._adapters.change(found)
 

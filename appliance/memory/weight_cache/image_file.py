@@ -24,6 +24,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from appliance.checkpoints.adapters import AdapterRoom
 from appliance.checkpoints.safetensors import WeightFile
 
 SUFFIX: Final = ".packed"
@@ -99,11 +100,18 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def image_name(
-    checkpoint: str, dtype: str, rank: int, ranks: int, adapters: Iterable[str] = ()
+    checkpoint: str,
+    dtype: str,
+    rank: int,
+    ranks: int,
+    adapters: Iterable[str] = (),
+    room: AdapterRoom | None = None,
 ) -> str:
     """What the file of one rank's image is called, whatever is in it: one for each place. Paths of
-    `adapters` that are in it, too, make it another place."""
+    `adapters` that are in it, too, make it another place, and so does `room` for others."""
     parts = [checkpoint, dtype, rank, ranks, *adapters]
+    if room is not None:
+        parts.append([room.slots, room.rank])
     place = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return f"{Path(checkpoint).name[:64]}-{place[:16]}{SUFFIX}"
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from appliance.checkpoints.adapters import AdapterPlace
+from appliance.checkpoints.adapters import AdapterPlace, AdapterRoom
 from appliance.checkpoints.safetensors import WeightFile
 from appliance.errors import CheckpointError
 from appliance.memory.transfers import Transfer, TransferKind
@@ -60,11 +60,17 @@ class ImageFolder:
     writer: ImageWriter
 
     def shelf(
-        self, checkpoint: str, dtype: str, ranks: int, adapters: Sequence[AdapterPlace] = ()
+        self,
+        checkpoint: str,
+        dtype: str,
+        ranks: int,
+        adapters: Sequence[AdapterPlace] = (),
+        room: AdapterRoom | None = None,
     ) -> Shelf:
-        """The place for the image of a model in a configured type, with its adapters."""
+        """The place for the image of a model in a configured type, with the adapters that it begins
+        with and the room for others."""
         paths = [adapter.path for adapter in adapters]
-        name = image_name(checkpoint, dtype, self.rank, ranks, paths)
+        name = image_name(checkpoint, dtype, self.rank, ranks, paths, room)
         return Shelf(self.path / name, self.writer)
 
 

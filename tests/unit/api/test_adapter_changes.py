@@ -12,11 +12,13 @@ import pytest
 from litestar import Litestar
 
 from appliance.api.app import create_app
-from appliance.checkpoints.adapters import AdapterPlace
-from appliance.config.admin_file import ADMIN_FILE
+from appliance.checkpoints.adapters import ADAPTER_WEIGHTS, AdapterPlace, adapter_version
+from appliance.config.admin_file import ADMIN_FILE, AdminFile
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
+from appliance.daemon.adapters import changes
 from appliance.daemon.reload import LiveConfig
+from appliance.errors import NotSaved
 from appliance.journal import Journal, replay
 from appliance.service.interface import ModelNotFound, SubmitRequest
 from appliance.vocabulary import StoreWeights
@@ -119,6 +121,11 @@ def ask(box: Box, name: str, adapter: str, output: int = 30) -> Client:
     return client
 
 
+def place(folder: Path, name: str, slot: int = 0) -> AdapterPlace:
+    """Of the files that are there now."""
+    return AdapterPlace(name, str(folder / name), slot, adapter_version(folder / name))
+
+
 def named(box: Box) -> tuple[str, ...]:
     """What clients may ask for."""
     return box.daemon.front_models()[-1].adapters
@@ -145,8 +152,7 @@ async def test_an_adapter_comes_and_goes(
     facts = answer.json()["facts"]
     assert (facts["adapters"], facts["max_loras"]) == (["new:legal", "new:polite"], 2)
     assert named(box) == ("new:legal", "new:polite")
-    legal = AdapterPlace("legal", str(tmp_path / "legal"))
-    polite = AdapterPlace("polite", str(tmp_path / "polite"), 1)
+    legal, polite = place(tmp_path, "legal"), place(tmp_path, "polite", 1)
     assert [(one.adapters, one.slots) for one in put(box)[-2:]] == [((legal, polite), (1,))] * 2
     assert any(one.image for one in (*put(box)[-2:], *put(box, 1)[-2:]))
     assert box.workers[0].configuration.models[-1].adapters == (legal, polite)
@@ -266,6 +272,174 @@ async def test_a_worker_that_cannot_read_it_changes_nothing(
     assert (await load(client, "legal")).status_code == 200
 
 
+@pytest.fixture
+async def stuck(
+    box: Box, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> httpx.Response:
+    """The answer when no worker carried out an order for an adapter in time, nor the order that
+    takes it back. Both have the model's weights, and another adapter. They answer from now on."""
+    await load(client, "legal")
+    asked = ask(box, "r0", "legal")
+    box.settle()
+    assert sum([len(batch) async for batch in asked]) == 30
+    with monkeypatch.context() as patch:
+        patch.setattr(changes, "ANSWER_SECONDS", 0)
+        for worker in box.workers.values():
+            worker.puts_adapters = False
+        answer = await load(client, "polite")
+        for worker in box.workers.values():
+            worker.puts_adapters = True
+    return answer
+
+
+def answer_late(box: Box, number: int, kept: int = 0) -> None:
+    """A worker carries out the orders that it has, but for the last `kept`."""
+    late = put(box, number)[-2:]
+    for order in late[: len(late) - kept]:
+        box.workers[number].deliver(frames.AdaptersPut(number, order.number))
+
+
+async def test_an_image_is_held_until_late_orders_are_carried_out(
+    box: Box, client: httpx.AsyncClient, stuck: httpx.Response
+) -> None:
+    """A worker writes to its slabs then, long after the client had its answer."""
+    images = box.daemon.machine.weight_cache
+    assert (stuck.status_code, stuck.json()["error"]["code"]) == (409, "adapter_not_placed")
+    assert any(order.image for number in (0, 1) for order in put(box, number)[-2:])
+
+    await client.post("/api/models/new/evict")
+    assert (await client.delete("/api/models/new")).status_code == 200
+    box.settle()
+    assert images.get("new") is not None
+    answer_late(box, 0)
+    answer_late(box, 1, kept=1)
+    box.settle()
+    assert images.get("new") is not None
+
+    answer_late(box, 1)
+    box.settle()
+    assert images.get("new") is None
+
+
+async def test_a_worker_that_died_writes_no_more(
+    box: Box, client: httpx.AsyncClient, stuck: httpx.Response
+) -> None:
+    images = box.daemon.machine.weight_cache
+    await client.delete("/api/models/new")
+    for worker in box.workers.values():
+        worker.die()
+    await asyncio.sleep(0)
+
+    assert stuck.status_code == 409
+    assert box.daemon.adapters.held == set()
+    box.workers[0].greet()
+    box.settle()
+    assert images.get("new") is None
+
+
+async def test_one_that_could_not_be_put_back_is_put_or_removed(
+    box: Box, client: httpx.AsyncClient, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing asks for it meanwhile, as what is in its place is undefined."""
+    await load(client, "legal")
+    box.settle()
+    third = {"lora_name": "legal", "lora_path": "third", "load_inplace": True}
+
+    async def fail() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(changes, "ANSWER_SECONDS", 0)
+            box.workers[0].puts_adapters = False
+            answer = await client.post("/v1/load_lora_adapter", json=third)
+            box.workers[0].puts_adapters = True
+        assert answer.status_code == 409
+        assert named(box) == ()
+
+    await fail()
+    again = await client.post("/v1/load_lora_adapter", json=third)
+    assert (again.status_code, named(box)) == (200, ("new:legal",)), again.text
+
+    await fail()
+    gone = await client.delete("/api/models/new/adapters/legal")
+    await box.daemon.adapters.cleared()
+    assert gone.status_code == 200, gone.text
+    assert load_config(path).models[-1].adapters == ()
+    assert (await load(client, "legal")).status_code == 200
+    assert named(box) == ("new:legal",)
+
+
+async def test_an_adapter_is_saved_before_it_is_shown(
+    box: Box, client: httpx.AsyncClient, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it cannot be, the answer says that, though a worker fails as it is taken back, too."""
+
+    def write(admin: AdminFile, text: str) -> None:
+        assert named(box) == ()
+        box.workers[1].refuses_adapters = "the disk is full here, too"
+        raise NotSaved("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdminFile, "write", write)
+        answer = await load(client, "legal")
+
+    assert "the disk is full; nothing was changed" in answer.text
+    assert named(box) == ()
+    assert load_config(path).models[-1].adapters == ()
+    box.workers[1].refuses_adapters = None
+    assert (await load(client, "legal")).status_code == 200
+
+
+async def test_requests_of_one_that_was_removed_are_ended_by_force(
+    box: Box, client: httpx.AsyncClient
+) -> None:
+    await load(client, "legal")
+    running = ask(box, "r1", "legal")
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+    box.world.lives["r1"].outcome = "cancelled"
+
+    first = await client.delete("/api/models/new/adapters/legal")
+    files = await client.delete("/api/models/new/adapters/legal?force=true&files=true")
+    second = await client.delete("/api/models/new/adapters/legal?force=true")
+    box.settle()
+    await box.daemon.adapters.cleared()
+
+    assert (files.status_code, "files of adapters are not deleted" in files.text) == (400, True)
+    assert [answer.json()["live"] for answer in (first, second)] == [1, 0]
+    with pytest.raises(Exception, match="new:legal was removed"):
+        [batch async for batch in running]
+    assert (await client.delete("/api/models/new/adapters/legal")).status_code == 404
+
+
+async def test_a_model_that_leaves_has_its_name_until_it_is_gone(
+    box: Box, client: httpx.AsyncClient
+) -> None:
+    """Its requests, and those of an adapter of the same full name, could not be told apart."""
+    box.world.models["new:legal"] = small("n")["n"]
+    await client.post("/api/models", json={**NEW, "name": "new:legal", "max_loras": 0})
+    running = box.ask("r1", "new:legal", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+    await client.delete("/api/models/new:legal")
+
+    early = await load(client, "legal")
+    box.settle()
+    assert sum([len(batch) async for batch in running]) == 30
+
+    assert (early.status_code, "new:legal" in early.text) == (409, True)
+    assert (await load(client, "legal")).status_code == 200
+
+
+async def test_workers_are_told_what_the_files_have_to_be(
+    box: Box, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """Of another adapter, what they were when it came."""
+    await load(client, "legal")
+    known = place(tmp_path, "legal")
+    (tmp_path / "legal" / ADAPTER_WEIGHTS).touch()  # another version
+
+    assert (await load(client, "polite")).status_code == 200
+
+    assert put(box)[-1].adapters == (known, place(tmp_path, "polite", 1))
+
+
 async def test_the_next_worker_begins_with_it(box: Box, client: httpx.AsyncClient) -> None:
     """One that dies while it is told of an adapter is not waited for."""
     box.workers[0].puts_adapters = False
@@ -343,7 +517,9 @@ async def test_vllms_endpoints(
     assert sum([len(batch) async for batch in running]) == 30
     replaced = await call("load", lora_name="legal", lora_path=third, load_inplace=True)
     assert replaced[0] == 200
-    assert put(box)[-1].adapters[-1] == AdapterPlace("legal", third, 0)
+    assert put(box)[-1].adapters[-1] == AdapterPlace(
+        "legal", third, 0, adapter_version(tmp_path / "third")
+    )
     assert {one.name: one.path for one in load_config(path).models[-1].adapters}["legal"] == third
 
     assert await call("unload", lora_name="legal", lora_int_id=1) == (

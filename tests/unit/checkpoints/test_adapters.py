@@ -17,13 +17,14 @@ from appliance.checkpoints.adapters import (
     AdapterRoom,
     AdapterStacks,
     UnsupportedAdapter,
+    adapter_version,
     read_adapters,
 )
 from appliance.checkpoints.model_config import read_model_config
 from appliance.cli.main import cli
 from appliance.config.loader import load_config
 from appliance.config.sizing import adapter_places, read_model
-from appliance.errors import ConfigError
+from appliance.errors import CheckpointError, ConfigError
 from appliance.vocabulary import Task
 from tests.engine.quantizing import awq_config, gptq_config, w4a16_config, w8a8_config
 
@@ -327,3 +328,30 @@ def test_what_a_configuration_may_not_say(
     (problem,) = caught.value.problems
     assert (problem.key, problem.line) == (key, line)
     assert why in problem.wrong
+
+
+def test_an_adapter_is_its_weights_and_its_configuration(tmp_path: Path, base: Path) -> None:
+    """What is known of one that was scaled otherwise, or had other weights, is not believed."""
+    config = read_model_config(base)
+    place = make(tmp_path, pair(Q))
+    folder = Path(place.path)
+    weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    found = []
+
+    def known() -> AdapterPlace:
+        (adapter,) = read_adapters([place], config)
+        found.append(adapter.identity)
+        return AdapterPlace(place.name, place.path, 0, adapter_version(folder))
+
+    first = known()
+    assert read_adapters([first], config)[0].identity == found[0]
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "lora_alpha": 64}))
+    scaled = known()
+    weights.rename(tmp_path / "old")
+    weights.write_bytes((tmp_path / "old").read_bytes())
+    known()
+
+    assert len(set(found)) == 3
+    for stale in (first, scaled):
+        with pytest.raises(CheckpointError, match=r"was changed while it was served"):
+            read_adapters([stale], config)

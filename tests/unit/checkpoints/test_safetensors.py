@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,18 @@ def test_another_file_in_its_place_is_noticed(path: Path) -> None:
     os.utime(path, ns=times)
     with file.open() as fd:
         assert read(file, fd, 0, 8) == content[:8]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_refused(path: Path, make: Callable[[Path], None]) -> None:
+    """At once: opening a FIFO waits for its writer."""
+    file = read_header(path)
+    path.unlink()
+    make(path)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is no regular file"):
+        read_header(path)
+    with pytest.raises(CheckpointError, match="is no regular file"), file.open():
+        pass
 
 
 def test_a_write_while_it_is_read_is_noticed(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,19 @@ class BaseAdapters:
         adapters = read_adapters(places, base, task, ranks, cuda=cuda)
         return cls(base, room, adapters, AdapterStacks.plan(adapters, base, room))
 
-    def others(self, places: Sequence[AdapterPlace]) -> tuple[Adapter, ...]:
-        """Read those that the base is to have instead. Raises `CheckpointError`."""
+    def others(
+        self, places: Sequence[AdapterPlace], known: Sequence[Adapter]
+    ) -> tuple[Adapter, ...]:
+        """Those that the base is to have instead: the `known` ones as they are, the rest as it is
+        read. Raises `CheckpointError`."""
         if self.room is None:
             raise CheckpointError(
                 f"{self.base.path} has no room for other adapters: max_loras is 0"
             )
-        adapters = read_adapters(places, self.base)
+        kept = {adapter.place: adapter for adapter in known}
+        unread = [place for place in places if place not in kept]
+        found = kept | {adapter.place: adapter for adapter in read_adapters(unread, self.base)}
+        adapters = tuple(found[place] for place in places)
         AdapterStacks.plan(adapters, self.base, self.room)
         return adapters
 
@@ -87,17 +93,21 @@ class AdapterTable:
         self._model = model
         self._base = adapters
         self._known: dict[str, LoRARequest] = {}
+        self._adapters: tuple[Adapter, ...] = ()
         if adapters.stacks.slots:
             runner.lora_manager = FixedAdapters(runner.get_model().lora_manager)
         self.change(adapters.adapters)
 
-    def read(self, places: Sequence[AdapterPlace]) -> tuple[Adapter, ...]:
-        """Those that the model is to have instead (`BaseAdapters.others`)."""
-        return self._base.others(places)
+    def read(self, places: Sequence[AdapterPlace], slots: Collection[int]) -> tuple[Adapter, ...]:
+        """Those that the model is to have instead. Those outside of `slots` stay what they are in
+        its weights, whatever lies at their paths by now. Raises `CheckpointError`."""
+        known = [adapter for adapter in self._adapters if adapter.place.slot not in slots]
+        return self._base.others(places, known)
 
     def change(self, adapters: Sequence[Adapter]) -> None:
         """These are there from now on. Blocks of KV are known by the path, too, so that none is
         shared with an adapter that has had the same one."""
+        self._adapters = tuple(adapters)
         self._known = {
             full_name(self._model, adapter.place.name): LoRARequest(
                 lora_name=adapter.place.name,

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,11 +128,13 @@ class CheckpointImage:
         return made
 
     def write(self, pieces: Sequence[WeightPiece], image: Image) -> None:
-        """Write some pieces of the image alone. Raises `CheckpointError`."""
+        """Write some pieces of the image alone, which multiply nothing by factors; files that they
+        are not made of may be other ones by now. Raises `CheckpointError`."""
         nbytes = sum(piece.nbytes for piece in pieces)
-        self._make(
-            pieces, Transfer(TransferKind.WEIGHTS, "pieces", nbytes, time.monotonic()), image
-        )
+        transfer = Transfer(TransferKind.WEIGHTS, "pieces", nbytes, time.monotonic())
+        origins = [write.origin for piece in pieces for write in piece.writes]
+        files = {origin.file for origin in origins if isinstance(origin, Origin)}
+        self._make(pieces, transfer, image, sorted(files))
 
     def __call__(self, transfer: Transfer, image: Image) -> None:
         """Write the image; the transfer lands piece by piece, in order.
@@ -143,13 +145,20 @@ class CheckpointImage:
         while self._unverified:
             verify_sums(self._unverified[-1])
             self._unverified.pop()
-        self._make(self._pieces, transfer, image)
+        self._make(self._pieces, transfer, image, range(len(self._files)))
 
     def _make(
-        self, pieces: Sequence[WeightPiece | LayerPiece], transfer: Transfer, image: Image
+        self,
+        pieces: Sequence[WeightPiece | LayerPiece],
+        transfer: Transfer,
+        image: Image,
+        files: Iterable[int],
     ) -> None:
+        """Of these files alone, by their numbers."""
         with ExitStack() as stack:
-            descriptors = [stack.enter_context(file.open()) for file in self._files]
+            descriptors = {
+                number: stack.enter_context(self._files[number].open()) for number in files
+            }
 
             def bench() -> _Bench:
                 packed.compute_alone()
@@ -162,7 +171,7 @@ class _Bench:
     """What one thread works with: descriptors of the files, the image, and its buffers."""
 
     def __init__(
-        self, files: Sequence[WeightFile], descriptors: Sequence[int], image: Image
+        self, files: Sequence[WeightFile], descriptors: Mapping[int, int], image: Image
     ) -> None:
         self._files = files
         self._descriptors = descriptors
