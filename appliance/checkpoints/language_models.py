@@ -81,8 +81,13 @@ _NEWER_TEMPLATE: Final = "chat_template.jinja"
 def served_architecture(config: ModelConfig) -> str:
     """The architecture that is computed: of the language model alone, if the checkpoint is one of
     `MEDIA`; empty if that is of a type that is not known here."""
-    media = MEDIA.get(config.architecture)
-    return config.architecture if media is None else media.languages.get(config.model_type, "")
+    return computed_architecture(config.architecture, config.model_type)
+
+
+def computed_architecture(architecture: str, model_type: str) -> str:
+    """The same of a checkpoint of this architecture, whose language model is of this type."""
+    media = MEDIA.get(architecture)
+    return architecture if media is None else media.languages.get(model_type, "")
 
 
 def language_tensors(file: WeightFile, architecture: str) -> WeightFile:

@@ -88,7 +88,6 @@ class ModelLifecycle:
         engine = instance.engines[event.model]
         engine.weight_slabs, engine.kv = event.weight_slabs, event.kv
         engine.host_slabs = event.host_slabs
-        self._build_losses.pop(event.model, None)
         reason = self._failed.get(event.model) or self._why_never(
             event.model, instance, event.kv, event.layout
         )
@@ -144,6 +143,8 @@ class ModelLifecycle:
         self._weight_cache.filled(event.model, engine.attached, event.host_slabs)
         if engine.stage is not EngineStage.BUILDING:
             return False
+        # Only now: what kills a worker may also be to read the weights for the first time.
+        self._build_losses.pop(event.model, None)
         self._close_build(instance, event.model, EngineStage.COLD)
         return True
 
@@ -182,7 +183,7 @@ class ModelLifecycle:
             self.fail(model, f"{losses} workers in a row died computing its requests", instance)
 
     def count_build_loss(self, model: ModelName, instance: InstanceId) -> None:
-        """A worker died while it built the model's engine."""
+        """A worker died while it built the model's engine, or stored its weights then."""
         losses = self._build_losses[model] = self._build_losses.get(model, 0) + 1
         if losses >= MAX_BUILD_LOSSES:
             message = f"its worker died {losses} times while the engine was built"

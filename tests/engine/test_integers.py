@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from appliance.checkpoints.families import base_architecture
 from appliance.checkpoints.quantized.quantization import EXPERTS_TRIED
 from appliance.config.schema import Model
 from appliance.config.sizing import least, read_model
 from appliance.engines.vllm.weights.integers import IntegersOrigin, Place
+from appliance.errors import CheckpointError
 from tests.configs import CONFIGS
 from tests.engine.house import PlainAnswers, make_house
 from tests.engine.quantizing import awq_config, gptq_config, multiply, quantize, w4a16_config
@@ -171,7 +173,7 @@ def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
     words, scales, zeros = places
     assert words
     assert scales
-    origin = IntegersOrigin(method, (rows, columns), words, scales, zeros)
+    origin = IntegersOrigin("a", method, (rows, columns), words, scales, zeros)
 
     def read(use: str, file: int, offset: int, nbytes: int) -> torch.Tensor:
         return files[file].flatten().view(torch.uint8)
@@ -180,6 +182,22 @@ def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
 
     assert torch.equal(origin.numbers(first, count, read), whole[first : first + count])
     assert len(set(whole.tolist())) > 100
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(6e4, "float16"), (float("nan"), "bfloat16")])
+def test_products_that_are_no_numbers(both: Both, scale: float, dtype: Any) -> None:
+    """The load says of which tensor they are."""
+    stored, _ = both(SERVED[MIXTRAL], METHODS[0])
+    (file,) = Path(stored).glob("*.safetensors")
+    tensors = load_file(file)
+    name = sorted(name for name in tensors if name.endswith(".scales"))[0]
+    tensors[name][:] = scale
+    tensors[name.replace(".scales", ".qweight")][:] = -1
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    layer = name.removesuffix(".scales")
+    with pytest.raises(CheckpointError, match=f"{layer}.weight has a weight .* {dtype}"):
+        make_house().build(SERVED[MIXTRAL], stored, dtype=dtype)
 
 
 def test_all_that_is_said_to_be_tried_is() -> None:

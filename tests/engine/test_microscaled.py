@@ -163,5 +163,21 @@ def test_weights_that_are_no_numbers(both: tuple[str, str], tmp_path: Path, scal
         make_house().build(NAME, str(path), dtype="bfloat16")
 
 
+def test_products_that_are_too_large_for_the_type(both: tuple[str, str], tmp_path: Path) -> None:
+    """Numbers of bfloat16 that float16 does not have: the load says of which tensor they are."""
+    path = Path(shutil.copytree(both[0], tmp_path / "large"))
+    scales = load_file(path / "a-scales.safetensors")
+    blocks = load_file(path / "blocks.safetensors")
+    name = sorted(scales)[0].removesuffix("_scales")
+    scales[f"{name}_scales"][0, 0, 0] = 142
+    blocks[f"{name}_blocks"][0, 0, 0] = 0x77
+    save_file(scales, path / "a-scales.safetensors")
+    save_file(blocks, path / "blocks.safetensors")
+
+    make_house().build(NAME, str(path), dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=f"{name} has a weight .* float16"):
+        make_house().build(NAME, str(path), dtype="float16")
+
+
 def test_what_is_tried() -> None:
     assert {CONFIGS[NAME]["architectures"][0]} == MICROSCALED_TRIED

@@ -165,7 +165,8 @@ def _why_not_format(found: _Said, group: _Said) -> str | None:
     return f"quantization_config.format is {stored!r}, not {wanted!r}, for {bits} bits"
 
 
-_MOST_NAMES: Final = 4096
+MOST_NAMES: Final = 4096
+"""Of layers that are not quantized: each is looked for among all layers."""
 _MOST_PATTERNS: Final = 64
 _MOST_STARS: Final = 3
 _PATTERN: Final = re.compile(r"re:\^?(\w|\.\*?|\\\.)+\$?", re.ASCII)
@@ -178,8 +179,8 @@ def _why_not_ignored(ignored: Any) -> str | None:
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         return f"{where} is no list of names"
     patterns = [name for name in ignored if name.startswith("re:")]
-    if len(ignored) > _MOST_NAMES or len(patterns) > _MOST_PATTERNS:
-        return f"{where} has more than {_MOST_NAMES} names or {_MOST_PATTERNS} patterns"
+    if len(ignored) > MOST_NAMES or len(patterns) > _MOST_PATTERNS:
+        return f"{where} has more than {MOST_NAMES} names or {_MOST_PATTERNS} patterns"
     for pattern in patterns:
         if not _PATTERN.fullmatch(pattern) or pattern.count("*") > _MOST_STARS:
             return f"{where} has the pattern {pattern[:80]!r}"

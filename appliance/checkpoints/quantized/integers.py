@@ -18,13 +18,34 @@ NUMBERS: Final = 8
 """Weights in a word of 32 bits."""
 GPTQ: Final = "gptq"
 AWQ: Final = "awq"
-_WORDS: Final = (".qweight", compressed_tensors.PACKED)
-_SCALES: Final = (".scales", compressed_tensors.SCALE)
-_ZEROS: Final = (".qzeros", compressed_tensors.ZEROS)
 _INTEGERS: Final = "I32"
 _FLOATS: Final = ("F32", "F16", "BF16")
 _EXPERT: Final = ".experts."
-_BESIDES: Final = (*_SCALES, *_ZEROS, ".g_idx", compressed_tensors.SHAPE)
+
+
+class _Endings(NamedTuple):
+    """Of the names of a layer's tensors."""
+
+    words: str
+    scales: str
+    zeros: str
+    order: str
+    """Of what is not read: of the shape, or of the order of groups."""
+
+    @property
+    def besides(self) -> tuple[str, ...]:
+        return self.scales, self.zeros, self.order
+
+
+_OWN: Final = _Endings(".qweight", ".scales", ".qzeros", ".g_idx")
+"""Of GPTQ and AWQ."""
+_COMPRESSED: Final = _Endings(
+    compressed_tensors.PACKED,
+    compressed_tensors.SCALE,
+    compressed_tensors.ZEROS,
+    compressed_tensors.SHAPE,
+)
+_WORDS: Final = (_OWN.words, _COMPRESSED.words)
 
 
 class Layer(NamedTuple):
@@ -49,16 +70,20 @@ def is_of(found: Mapping[str, Any]) -> bool:
     return bool(group["weights"].get("num_bits") == 4)
 
 
-def has_words(tensor: TensorEntry) -> bool:
+def has_words(found: Mapping[str, Any], tensor: TensorEntry) -> bool:
     """Whether it has the numbers of a quantized layer."""
-    return tensor.name.endswith(_WORDS)
+    return tensor.name.endswith(_endings(found).words)
 
 
 def why_not_tensors(found: Mapping[str, Any], known: Mapping[str, TensorEntry]) -> str | None:
     """Why the products cannot be made of these tensors, of which each has its shape; None if they
     can."""
+    own = _endings(found)
+    other = _OWN if own is _COMPRESSED else _COMPRESSED
     for tensor in known.values():
-        if has_words(tensor) and layer(found, tensor, known) is None:
+        if tensor.name.endswith(other):
+            return f"{tensor.name} is there, which {found['quant_method']} does not have"
+        if has_words(found, tensor) and layer(found, tensor, known) is None:
             return f"{tensor.name} lacks scales or zeros, or these have another type than theirs"
     return None
 
@@ -66,38 +91,51 @@ def why_not_tensors(found: Mapping[str, Any], known: Mapping[str, TensorEntry]) 
 def layer(
     found: Mapping[str, Any], words: TensorEntry, known: Mapping[str, TensorEntry]
 ) -> Layer | None:
-    """The layer of a tensor of words. None where one of its tensors is missing or has another
-    type."""
-    stem = words.name.rpartition(".")[0]
-    scales = next((known[stem + own] for own in _SCALES if stem + own in known), None)
-    if scales is None or scales.dtype not in _FLOATS or words.dtype != _INTEGERS:
+    """The layer of a tensor of words. None where one of its tensors is missing, has another type,
+    or is no matrix."""
+    own, stem = _endings(found), words.name.rpartition(".")[0]
+    scales, zeros = known.get(stem + own.scales), known.get(stem + own.zeros)
+    method = found["quant_method"]
+    if method == GPTQ:  # 8 is the zero of all, whatever is stored
+        zeros = None
+    if scales is None or (zeros is None and method == AWQ):
         return None
-    method, (rows, columns) = found["quant_method"], words.shape
-    shape, own = (rows, columns * NUMBERS), compressed_tensors.ZEROS
+    types = [(words, (_INTEGERS,)), (scales, _FLOATS)]
+    types += [] if zeros is None else [(zeros, (_INTEGERS,))]
+    if any(one.dtype not in kinds or len(one.shape) != 2 for one, kinds in types):
+        return None
+    rows, columns = words.shape
+    shape = (rows, columns * NUMBERS)
     if method == GPTQ:
         shape = (columns, rows * NUMBERS)
     elif method == AWQ:
-        shape, own = (columns * NUMBERS, rows), ".qzeros"
-    zeros = known.get(stem + own)
-    if (zeros is None and method == AWQ) or (zeros is not None and zeros.dtype != _INTEGERS):
-        return None
+        shape = (columns * NUMBERS, rows)
     return Layer(f"{stem}.weight", words, scales, zeros, shape)
 
 
-def is_unused(name: str) -> bool:
+def is_unused(found: Mapping[str, Any], name: str) -> bool:
     """Whether a tensor of such a checkpoint is no parameter of any model: experts have no bias, but
     tools may store one of zeros, which some of vLLM's loaders find no place for."""
-    return name.endswith(_BESIDES) or (name.endswith(".bias") and _EXPERT in name)
+    return _is_unused(name, _endings(found).besides)
+
+
+def _is_unused(name: str, besides: tuple[str, ...]) -> bool:
+    return name.endswith(besides) or (name.endswith(".bias") and _EXPERT in name)
+
+
+def _endings(found: Mapping[str, Any]) -> _Endings:
+    return _COMPRESSED if found["quant_method"] == compressed_tensors.METHOD else _OWN
 
 
 def unused(tensors: Iterable[TensorEntry]) -> set[str]:
     """Names of the tensors of such a checkpoint that are no parameters of the model, or none that
     is counted: tools store a bias, of zeros, for quantized layers that have none."""
     names = {tensor.name for tensor in tensors}
+    besides = (*_OWN.besides, *_COMPRESSED.besides)
     return {
         name
         for name in names
-        if is_unused(name)
+        if _is_unused(name, besides)
         or (name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in names)
     }
 

@@ -17,7 +17,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
-from appliance.checkpoints.language_models import language_layer
+from appliance.checkpoints.language_models import (
+    computed_architecture,
+    language_layer,
+    served_architecture,
+)
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.quantized import compressed_tensors, floats, integers, microscaled
 from appliance.checkpoints.quantized.compressed_tensors import FUSED
@@ -133,18 +137,25 @@ def tried(config: ModelConfig) -> frozenset[str]:
 
 
 def forget(config: Any) -> None:
-    """Have vLLM not see that weights are to be multiplied, in transformers' configuration."""
+    """Have vLLM not see that weights are to be multiplied, in transformers' configuration: neither
+    in that of the whole nor in that of its language model."""
+    text = config.get_text_config()
     (architecture, *_) = getattr(config, "architectures", None) or ("",)
-    for name in ("quantization_config", "compression_config"):
-        found = getattr(config, name, None)
-        if isinstance(found, dict) and _multiplying(found, architecture) is not None:
-            delattr(config, name)
+    served = computed_architecture(architecture, getattr(text, "model_type", ""))
+    places = [(part, name) for part in (config, text) for name in _SAID_IN]
+    for part, name in places:
+        found = getattr(part, name, None)
+        if found and isinstance(found, dict):
+            if _multiplying(found, served) is not None:
+                for other, key in places:
+                    vars(other).pop(key, None)
+            return
 
 
 def _products(config: ModelConfig) -> _Products | None:
     """How the products are made, if weights are multiplied as they are read."""
     found = said(config)
-    return None if found is None else _multiplying(found, config.architecture)
+    return None if found is None else _multiplying(found, served_architecture(config))
 
 
 def _multiplying(found: Mapping[str, Any], architecture: str) -> _Products | None:
@@ -159,7 +170,7 @@ def said(config: ModelConfig) -> dict[str, Any] | None:
     """What the file says of quantized weights; None if they are not. Layers of a language model
     that are not have the names by which it is served alone."""
     for values in (config.whole, config.text):
-        for name in ("quantization_config", "compression_config"):
+        for name in _SAID_IN:
             found = values.get(name)
             if found and isinstance(found, dict):
                 return {key: _named(value, key, config) for key, value in found.items()}
@@ -173,6 +184,8 @@ def _named(value: Any, key: str, config: ModelConfig) -> Any:
     return [language_layer(n, architecture) if isinstance(n, str) else n for n in value]
 
 
+_SAID_IN: Final = ("quantization_config", "compression_config")
+"""Where a file says it: the first that is there holds."""
 _LEFT_OUT_NAMES: Final = ("ignore", "modules_to_not_convert")
 """Lists of layers that are not quantized."""
 
@@ -201,6 +214,8 @@ def why_not(config: ModelConfig) -> str | None:
         file = (config.path / QUANTIZATION_FILE).exists()
         return f"its weights are quantized ({QUANTIZATION_FILE})" if file else None
     method = method_of(found)
+    if reason := _why_not_names(found):
+        return f"its weights are quantized ({method}: {reason})"
     if floats.is_of(found):
         reason = floats.why_not(found)
     elif microscaled.is_of(found):
@@ -214,6 +229,27 @@ def why_not(config: ModelConfig) -> str | None:
     if reason is None and method == "gptq":
         reason = _why_not_parts(found)
     return reason and f"its weights are quantized ({method}: {reason})"
+
+
+def _why_not_names(found: dict[str, Any]) -> str | None:
+    """Of any method: what lists and patterns are for some layers only."""
+    for key in (*_LEFT_OUT_NAMES, _BLOCKS):
+        names = found.get(key)
+        if names is None:
+            continue
+        if key == _BLOCKS and isinstance(names, list):  # may have lists of names, too
+            names = [n for one in names for n in (one if isinstance(one, list) else [one])]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return f"quantization_config.{key} is no list of names"
+        if len(names) > compressed_tensors.MOST_NAMES:
+            most = compressed_tensors.MOST_NAMES
+            return f"quantization_config.{key} has more than {most} names"
+    if not isinstance(found.get("dynamic") or {}, dict):
+        return "quantization_config.dynamic is no table of patterns"
+    return None
+
+
+_BLOCKS: Final = "modules_in_block_to_quantize"
 
 
 def _why_not(method: str, found: dict[str, Any]) -> str | None:

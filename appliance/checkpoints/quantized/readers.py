@@ -52,11 +52,15 @@ class _Plain:
 
     def __init__(self, found: dict[str, Any], towers: Collection[str]) -> None:
         self._method = quantization.method_of(found)
-        ignored = [_in_vllm(name, towers) for name in found.get("ignore") or ()]
+        # Lists of other methods are not read by vLLM, and their patterns are not checked.
+        compressed, gptq = (self._method == one for one in (compressed_tensors.METHOD, "gptq"))
+        names = (found.get("ignore") or ()) if compressed else ()
+        ignored = [_in_vllm(name, towers) for name in names]
         parts = found.get("modules_to_not_convert") or ()
         self._parts = [_in_vllm(str(part), towers) for part in parts]
         self._quantized = list(_flat(found.get("modules_in_block_to_quantize") or ()))
-        rules = [rule.replace("-:", "re:", 1) for rule in found.get("dynamic") or ()]
+        dynamic = (found.get("dynamic") or ()) if gptq else ()
+        rules = [rule.replace("-:", "re:", 1) for rule in dynamic]
         self._ignored = Ignored(ignored)
         self.patterns = Ignored([*rules, *(name for name in ignored if name.startswith("re:"))])
 

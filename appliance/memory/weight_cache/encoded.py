@@ -129,6 +129,8 @@ class EncodedImage:
         start, size = int(entry["offset"][0]), int(entry["nbytes"][0])
         if start + size > self._room:
             raise Damaged("its entry in the table points outside of the image")
+        if not size:
+            raise Damaged("its entry in the table has no bytes")
         return _read(self._image, start, size)
 
     def _damaged(self, block: int, error: Damaged) -> ImageDamaged:

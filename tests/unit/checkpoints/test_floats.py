@@ -163,16 +163,23 @@ def test_where_they_are_not_served(
         read_model(Model(name="a", path=str(path), dtype="bfloat16", max_context=64), devices)
 
 
+class OfText(SimpleNamespace):
+    """A configuration as transformers has it, of a language model alone."""
+
+    def get_text_config(self) -> OfText:
+        return self
+
+
 def test_vllm_does_not_see_them() -> None:
     """But what else is quantized."""
-    config = SimpleNamespace(quantization_config=BLOCKS, compression_config=ROWS)
-    fours = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
-    other = SimpleNamespace(quantization_config={"quant_method": "awq"})
+    config = OfText(quantization_config=BLOCKS, compression_config=ROWS)
+    fours = OfText(quantization_config={"quant_method": "mxfp4"})
+    other = OfText(quantization_config={"quant_method": "awq"})
 
     forget(config)
     forget(fours)
     forget(other)
-    forget(SimpleNamespace())
+    forget(OfText())
 
     assert not vars(config)
     assert not vars(fours)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from transformers import AutoConfig
 
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.families import UnsupportedModel, check_family, is_tried
@@ -22,7 +23,8 @@ from appliance.checkpoints.language_models import (
     served_architecture,
 )
 from appliance.checkpoints.model_config import known_models, read_model_config
-from appliance.checkpoints.overrides import language_config
+from appliance.checkpoints.overrides import language_config, whole_config
+from appliance.checkpoints.quantized.quantization import multiplied
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.checkpoints.task import check_task
 from appliance.config.checks import warnings
@@ -188,8 +190,46 @@ def test_vllm_is_given_the_language_models_configuration() -> None:
     assert text.architectures == ["Qwen2ForCausalLM"]
     assert (text.dtype, text.eos_token_id, text.tie_word_embeddings) == ("bfloat16", 2, True)
     assert text.rope_parameters == {"type": "default", "rope_theta": 1e6}
-    other = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    other: Any = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    other.get_text_config = lambda: other
     assert language_config(other) is other
+
+
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "quantization", "forgotten"),
+    [
+        ("qwen2_5_vl", {"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+        ("qwen3_vl_moe", {"quant_method": "awq", "bits": 4}, True),
+        ("qwen2_5_vl", {"quant_method": "awq", "bits": 4}, False),
+    ],
+)
+def test_vllm_sees_no_quantization_of_products(
+    tmp_path: Path,
+    images: bool,
+    inside: bool,
+    kind: str,
+    quantization: dict[str, Any],
+    forgotten: bool,
+) -> None:
+    """Wherever the file says it, as long as the daemon takes weights for products."""
+    architecture = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl_moe": "Qwen3VLMoe"}[kind]
+    text: dict[str, Any] = {"model_type": f"{kind}_text"}
+    whole = {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "model_type": kind,
+        "text_config": text,
+    }
+    (text if inside else whole)["quantization_config"] = quantization
+    path = write(tmp_path, whole)
+    config = AutoConfig.from_pretrained(path)
+
+    assert (multiplied(read_model_config(path)) is not None) == forgotten
+    seen = (whole_config if images else language_config)(config)
+
+    said = [getattr(part, "quantization_config", None) for part in (seen, seen.get_text_config())]
+    assert any(said) != forgotten
 
 
 def test_templates_of_what_prepares_images(tmp_path: Path) -> None:

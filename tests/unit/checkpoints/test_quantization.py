@@ -66,6 +66,15 @@ def test_what_is_served(fake_checkpoint: Make, quantization: dict[str, Any]) -> 
         ({**GPTQ, "dynamic": ["-:.*"]}, "no table"),
         ({"quant_method": "gptq", "bits": 4}, "does not say group_size"),
         ({k: v for k, v in GPTQ.items() if k != "desc_act"}, "does not say desc_act"),
+        ({**GPTQ, "modules_in_block_to_quantize": [["a"], [["b"]]]}, "_to_quantize is no list of"),
+        ({**AWQ, "modules_to_not_convert": 5}, "n_config.modules_to_not_convert is no list of"),
+        ({**AWQ, "modules_to_not_convert": [5]}, "modules_to_not_convert is no list of names"),
+        ({**AWQ, "modules_to_not_convert": ["x"] * 4097}, "has more than 4096 names"),
+        ({**AWQ, "ignore": 5}, "quantization_config.ignore is no list of names"),
+        ({**AWQ, "dynamic": ["-:a"]}, "quantization_config.dynamic is no table of patterns"),
+        ({"quant_method": "fp8", "ignore": "lm_head"}, "ignore is no list of names"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": [[5]]}, "is no list of names"),
+        ({**w4a16_config(128), "ignore": [5]}, "quantization_config.ignore is no list of names"),
         ({**AWQ, "bits": 8}, r"\(awq: 8 bits, not 4, "),
         ({**AWQ, "zero_point": False}, "without zero points"),
         ({**AWQ, "version": "gemv"}, "stored as gemv"),
@@ -200,6 +209,54 @@ def test_types_that_no_products_are_made_of(fake_checkpoint: Make, changed: dict
 
     with pytest.raises(UnsupportedModel, match=r"l\.qweight lacks scales or zeros"):
         read_checkpoint("tiny", config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({f"{LAYER}.scales": ((COLUMNS, 4), np.float16)}, r"w1\.scales is there, which compr"),
+        ({"model.layers.0.q.qweight": ((COLUMNS, 8), np.int32)}, r"q\.qweight is there, which c"),
+        ({f"{LAYER}.weight_packed": ((2, COLUMNS, 8), np.int32)}, "is no matrix of I32"),
+        ({f"{LAYER}.weight_scale": ((2, COLUMNS, 2), np.float16)}, "is not there with the shape"),
+    ],
+)
+def test_tensors_of_another_method(
+    fake_checkpoint: Make, changes: dict[str, Any], reason: str
+) -> None:
+    """Or that are no matrices: products are made of what was checked."""
+    path = fake_checkpoint(
+        architectures=["MixtralForCausalLM"],
+        model_type="mixtral",
+        quantization_config=w4a16_config(128) | {"ignore": ["lm_head"]},
+    )
+    tensors: dict[str, Any] = {
+        f"{LAYER}.weight_packed": ((COLUMNS, ROWS // 8), np.int32),
+        f"{LAYER}.weight_scale": ((COLUMNS, 2), np.float16),
+    }
+    read_checkpoint("tiny", store(path, tensors))
+    store(path, tensors | changes)
+
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_checkpoint("tiny", path)
+
+
+@pytest.mark.parametrize("quantization", [GPTQ, AWQ])
+def test_tensors_of_compressed_tensors_with_another_method(
+    fake_checkpoint: Make, quantization: dict[str, Any]
+) -> None:
+    """Also beside the layer's own."""
+    path = fake_checkpoint(
+        architectures=["MixtralForCausalLM"],
+        model_type="mixtral",
+        quantization_config=quantization,
+    )
+    method = quantization["quant_method"]
+    make = gptq_tensors if method == "gptq" else awq_tensors
+    for own in ("weight_packed", "weight_scale", "weight_zero_point"):
+        store(path, make(ROWS, COLUMNS, 2) | {f"l.{own}": ((4, 64, 8), np.int32)})
+
+        with pytest.raises(UnsupportedModel, match=rf"l\.{own} is there, which {method} does"):
+            read_checkpoint("tiny", path)
 
 
 def test_the_estimate_of_a_switch_is_of_what_the_kernel_reads(fake_checkpoint: Make) -> None:

@@ -133,6 +133,22 @@ def test_what_vllm_does_not_build_whole_is_refused_with_images(
     assert caught.value.remedy.startswith("use images = 0")
 
 
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (gptq_config(32), {"ignore": ["re:(.*a)+(.*a)+$", "re:("]}),
+        (awq_config(32), {"ignore": ["re:(.*a)+(.*a)+$"], "dynamic": {"-:(": {}}}),
+        ({**W4A16, "ignore": ["re:.*visual.*", "lm_head"]}, {"dynamic": {"-:(.*a)+(": {}}}),
+    ],
+)
+def test_patterns_of_other_methods_are_not_matched(
+    fake_checkpoint: Make, config: dict[str, Any], key: dict[str, Any]
+) -> None:
+    """vLLM does not read them. They are not checked either, and may be no patterns, or take for
+    ever."""
+    read_checkpoint("reader", reader(fake_checkpoint, NEW, config | key), images=1)
+
+
 def test_towers_are_not_quantized(fake_checkpoint: Make) -> None:
     config = gptq_config(32)
     path = reader(fake_checkpoint, NEW, config)

@@ -143,6 +143,20 @@ def test_a_damaged_table_is_told(bench: Bench, byte: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("byte", [0, 0xFF])
+def test_a_table_that_is_gone_is_told(bench: Bench, byte: int) -> None:
+    """Of every block, and no other error comes of it."""
+    plain = content(3 * BLOCK_BYTES)
+    image = bench.encoded(plain, range(SLABS))
+    image.views(image.slabs * SLAB - 3 * 32, 3 * 32)[0][:] = bytes([byte]) * 3 * 32
+
+    assert [str(found)[:14] for found in EncodedImage(image, len(plain)).damage()] == [
+        f"block {block} of 3, " for block in range(3)
+    ]
+    with pytest.raises(ImageDamaged, match=r"of 3, bytes .* its entry in the table"):
+        bench.decoded(image, len(plain))
+
+
 def test_what_is_not_wanted_any_more_is_not_decoded(bench: Bench) -> None:
     """As every other `Write`, it ends soon after it was cancelled."""
     plain = content(2 * BLOCK_BYTES)
@@ -196,12 +210,16 @@ def test_weights_are_loaded_from_an_encoded_image(
     assert len(reads) == 1
 
     bench.host.view(places[0] + 5, 1)[0] ^= 1
-    with caplog.at_level(logging.ERROR):
-        adopting.begin_load().wait()
-    assert bytes(_region(adopting, len(plain))) == plain
-    assert len(reads) == 2
-    assert "weights:other is loaded from its files: block 0 of 4" in caplog.text
-    adopting.evict()
+    table = bench.host.view(places[taken - 1] + SLAB - 4 * 32, 4 * 32)
+    for times, change in enumerate((bytes(table), bytes(4 * 32), b"\xff" * 4 * 32), 2):
+        table[:] = change
+        caplog.clear()
+        with caplog.at_level(logging.ERROR):
+            adopting.begin_load().wait()
+        assert bytes(_region(adopting, len(plain))) == plain
+        assert len(reads) == times
+        assert "weights:other is loaded from its files: block 0 of 4" in caplog.text
+        adopting.evict()
     swapper.close()
 
 

@@ -18,7 +18,7 @@ from appliance.checkpoints.quantized import integers
 from appliance.checkpoints.quantized.integers import NUMBERS
 from appliance.checkpoints.safetensors import TensorEntry
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the arithmetic: images that were kept of another one are not read."""
 DTYPE: Final = torch.float32
 """Of the products."""
@@ -41,8 +41,9 @@ class Place(NamedTuple):
 
 
 class IntegersOrigin(NamedTuple):
-    """Where the tensors of a layer lie, whose products are ``[out, in]``."""
+    """Where the tensors of a layer lie, whose products are ``[out, in]``; `name` is theirs."""
 
+    name: str
     method: str
     shape: tuple[int, int]
     words: Place
@@ -119,4 +120,5 @@ def origin_of(method: str, layer: integers.Layer, files: dict[str, int]) -> Inte
         return Place(files[tensor.name], tensor.offset, tensor.nbytes, (rows, columns), dtype)
 
     zeros = None if layer.zeros is None else place(layer.zeros)
-    return IntegersOrigin(method, layer.shape, place(layer.words), place(layer.scales), zeros)
+    words, scales = place(layer.words), place(layer.scales)
+    return IntegersOrigin(layer.name, method, layer.shape, words, scales, zeros)

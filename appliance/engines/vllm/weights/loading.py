@@ -35,6 +35,7 @@ from appliance.engines.vllm.weights.convolutions import ConvolutionPacking
 from appliance.engines.vllm.weights.experts import ExpertPacking
 from appliance.engines.vllm.weights.packed import Packing
 from appliance.engines.vllm.weights.recipe import DTYPES, Ingredients, LayerRecipe, Origin, Write
+from appliance.errors import CheckpointError
 from appliance.memory import mapping
 from appliance.memory.transfers import Transfer, TransferKind
 from appliance.memory.weight_cache.pipeline import make_pieces
@@ -257,6 +258,8 @@ class _Bench:
         target.copy_(-torch.exp(source.float()) if write.origin.decays else source)
         if write.origin.factor != 1.0:
             target.mul_(write.origin.factor)
+        if product is not None:
+            _check_finite(product.name, target)
 
     def _multiplied(self, stored: torch.Tensor, origin: Origin) -> torch.Tensor:
         """Numbers as they are read, multiplied by their factors, if they have any."""
@@ -332,6 +335,18 @@ def _ranges(origin: Origin, elements: int) -> Sequence[tuple[int, int, int]]:
     if origin.product is not None:
         return origin.product.ranges(origin.offset // origin.dtype.itemsize, elements)
     return [(origin.file, origin.offset, elements * origin.dtype.itemsize)]
+
+
+def _check_finite(name: str, made: torch.Tensor) -> None:
+    """Raises `CheckpointError` if some products are no numbers of the type that they have now."""
+    if all(math.isfinite(bound) for bound in torch.aminmax(made)):  # NaN is both, if there is one
+        return
+    dtype = str(made.dtype).removeprefix("torch.")
+    remedy = 'take dtype = "bfloat16", or ' if made.dtype == torch.float16 else "take "
+    raise CheckpointError(
+        f"{name} has a weight that is no finite number of {dtype}, as its file has it; "
+        f"{remedy}another copy of the checkpoint"
+    )
 
 
 def _parts(write: Write) -> Iterator[Write]:

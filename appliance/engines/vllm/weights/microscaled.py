@@ -2,7 +2,7 @@
 
     blocks [32, 5760, 90, 16] uint8  *  scales [32, 5760, 90] uint8  ->  [32, 5760, 2880] bfloat16
 
-Every product is a number of bfloat16, so nothing is rounded. Scales of 253 and more can make
+Every product is a number of bfloat16, so nothing is rounded to it. Scales of 253 and more can make
 products that are too large for it, and 255 is no number by the format's definition: both are
 errors.
 """
@@ -17,7 +17,7 @@ import torch
 from appliance.checkpoints.quantized.microscaled import BLOCK, BLOCK_BYTES
 from appliance.errors import CheckpointError
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the arithmetic: images that were kept of another one are not read."""
 PRODUCTS: Final = torch.bfloat16
 """The type of all products."""

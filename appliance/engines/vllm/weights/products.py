@@ -50,7 +50,10 @@ def find_products(files: Sequence[WeightFile]) -> dict[str, Product | None]:
         if microscaled.is_of(found):
             made, hidden = _microscaled(tensor, known, numbers), microscaled.is_unused(tensor)
         else:
-            made, hidden = _of_integers(found, tensor, known, numbers), integers.is_unused(name)
+            made, hidden = (
+                _of_integers(found, tensor, known, numbers),
+                integers.is_unused(found, name),
+            )
         if hidden or made is not None:
             products[name] = made
     return products
@@ -79,7 +82,7 @@ def _of_integers(
     known: dict[str, TensorEntry],
     files: dict[str, int],
 ) -> Product | None:
-    if not integers.has_words(tensor):
+    if not integers.has_words(found, tensor):
         return None
     if (layer := integers.layer(found, tensor, known)) is None:
         raise CheckpointError(f"{tensor.name} lacks its scales or zeros")

@@ -146,6 +146,23 @@ def test_a_model_that_kills_its_builders_is_given_up() -> None:
     assert not cluster.up[0].busy
 
 
+def test_a_model_whose_first_store_kills_workers_is_given_up() -> None:
+    """Though its engine is built each time: the weights were never stored."""
+    cluster = cluster_of("a")
+    life = cluster.ask("r", "a")
+    for _ in range(MAX_BUILD_LOSSES):
+        assert life.outcome is None
+        cluster.start()
+        stores = len(cluster.commands(StoreWeights))
+        while len(cluster.commands(StoreWeights)) == stores:
+            assert cluster.work(0), "it never stored the weights"
+        cluster.lose(0)
+
+    assert life.outcome == "model_failed"
+    (reject,) = cluster.commands(Reject)
+    assert f"its worker died {MAX_BUILD_LOSSES} times" in reject.message
+
+
 def test_a_loss_without_a_build_is_not_counted() -> None:
     """Workers that die over anything but a build cost no model its place."""
     cluster = cluster_of("a")
