@@ -46,7 +46,7 @@ from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, 
 from appliance.frontend.serving.stored import recall
 from appliance.frontend.serving.vllm_errors import VllmErrors
 from appliance.http.body_budget import BodiesFull, BodyBudget, client_of
-from appliance.http.errors import ApiError, BadRequest, as_refused
+from appliance.http.errors import ApiError, as_refused
 from appliance.http.request_ids import request_id
 from appliance.service.front_frames import (
     DECIDING_HEADERS,
@@ -320,7 +320,7 @@ class FrontEnd:
             sent = await fetch(self._core, call, sent)
             async with self._turns.turn(call, client_of(call.key, scope), sent):
                 yield cast(Send, sending)
-        except BadRequest as error:
+        except ApiError as error:
             raise Refuse(as_refused(error, call.number)) from error
 
     def _known(self, call: Call, fields: Fields | None) -> FrontModel | None:

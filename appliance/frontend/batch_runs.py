@@ -13,6 +13,7 @@ from litestar.types import Send
 from appliance.frontend.answers import error_of
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core
+from appliance.http.body_budget import BodyBudget
 from appliance.http.error_formats import shape_of
 from appliance.service.front_frames import Ran, Refused, Run, StopRun
 from appliance.vocabulary import RequestClass
@@ -28,8 +29,10 @@ _STREAMED: Final = "stream: a line of a batch has one answer; leave the field ou
 class BatchRuns:
     """Those that are under way."""
 
-    def __init__(self, core: Core, application: Application) -> None:
+    def __init__(self, core: Core, application: Application, bodies: BodyBudget) -> None:
+        """`bodies` count the files that lines have fetched."""
         self._core = core
+        self._bodies = bodies
         self._application = application
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._given_up: dict[int, asyncio.Event] = {}
@@ -58,14 +61,18 @@ class BatchRuns:
         call.request_class = RequestClass.BATCH
         token = current.set(call)
         try:
-            ran = await self._answer(call, run, given_up)
+            scope = _scope_of(run)
+            with self._bodies.hold(run.key, scope) as held:
+                held.whole = True
+                call.keep = held.keep
+                ran = await self._answer(call, run, scope, given_up)
             if not given_up.is_set():
                 self._core.send(ran)
         finally:
             self._core.leave(call)
             current.reset(token)
 
-    async def _answer(self, call: Call, run: Run, given_up: asyncio.Event) -> Ran:
+    async def _answer(self, call: Call, run: Run, scope: Any, given_up: asyncio.Event) -> Ran:
         if _streams(run.body):
             return _refusal(
                 run,
@@ -74,7 +81,6 @@ class BatchRuns:
                 ),
             )
         answer = _Collected()
-        scope = _scope_of(run)
         try:
             await self._application(call, scope, answer.send, run.body, given_up)
             if call.background:

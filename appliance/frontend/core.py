@@ -35,6 +35,7 @@ from appliance.service.front_frames import (
     Run,
     StopRun,
     Submit,
+    TookImage,
     Up,
     Welcome,
 )
@@ -257,6 +258,8 @@ class Core(asyncio.Protocol):
                 if found is not None and not found.done():
                     found.set_result(frame)
             case FetchedImage():
+                if frame.file:
+                    self.send(TookImage())
                 fetched = self._fetching.get(frame.call)
                 if fetched is not None and not fetched.done():
                     fetched.set_result(frame)

@@ -20,7 +20,7 @@ from appliance.frontend.calls import Call
 from appliance.frontend.core import Core
 from appliance.frontend.image_files import BadImage, checked_size, decoded_base64, decoded_url
 from appliance.http.body_budget import Client
-from appliance.http.errors import BadRequest
+from appliance.http.errors import ApiError, BadRequest
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def _sourced(name: str, source: object) -> Image:
 async def fetch(core: Core, call: Call, sent: Images) -> Images:
     """The images with the files of those that are named by URL: the core fetches them, one after
     another, and they count as if they were in the body. Raises `BadRequest`, also for more images
-    than a prompt may have, and `BodiesFull`."""
+    than a prompt may have, and `ApiError` for what may be tried again, such as `BodiesFull`."""
     images, most = sent
     if len(images) > most:
         message = f"{images[most].name}: a prompt of this model has at most {most} images"
@@ -187,6 +187,8 @@ async def fetch(core: Core, call: Call, sent: Images) -> Images:
         if url := image.remote:
             if url not in files:
                 fetched = await core.fetch_image(call, url)
+                if fetched.busy:
+                    raise _too_many_fetches(f"{image.name}: {fetched.refused}", image.name)
                 if fetched.refused:
                     message = f"{image.name}: {fetched.refused}"
                     raise BadRequest(message, image.name, "invalid_image")
@@ -195,6 +197,11 @@ async def fetch(core: Core, call: Call, sent: Images) -> Images:
             image = image._replace(fetched=files[url])
         found.append(image)
     return sent._replace(images=tuple(found))
+
+
+def _too_many_fetches(message: str, field: str) -> ApiError:
+    headers = {"Retry-After": "5"}
+    return ApiError(429, message, param=field, code="too_many_fetches", headers=headers)
 
 
 # --- looking at them -----------------------------------------------------------------------------

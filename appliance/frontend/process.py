@@ -73,7 +73,7 @@ async def _serve(frames: socket.socket, handover: socket.socket) -> int:
         fronts, strict=welcome.strict, keep_alive_seconds=welcome.keep_alive_seconds
     )
     front_end = FrontEnd(core, welcome, fronts, ollama)
-    runs = BatchRuns(core, front_end.run)
+    runs = BatchRuns(core, front_end.run, front_end.bodies)
     application = Cors(front_end, welcome.origins)
     connections = Connections(handover, application, welcome.root_path, welcome.most_in_use)
     core.on_catalogue = lambda catalogue: fronts.change(catalogue.models)

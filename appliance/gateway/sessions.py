@@ -21,7 +21,8 @@ from appliance.access.auth import Access, Caller, Credentials
 from appliance.access.keys import Scope
 from appliance.engines.protocol import GuideRefused, Produced
 from appliance.gateway.held_bodies import HeldBodies
-from appliance.gateway.remote_images import NotFetched, RemoteImages
+from appliance.gateway.image_fetches import ImageFetches
+from appliance.gateway.remote_images import RemoteImages
 from appliance.gateway.responses import StoredResponse, StoredResponses
 from appliance.http.errors import as_api_error, as_refused
 from appliance.http.image_hosts import ImageHosts
@@ -37,7 +38,6 @@ from appliance.service.front_frames import (
     Down,
     Enter,
     Entered,
-    FetchedImage,
     FetchImage,
     FindResponse,
     FoundResponse,
@@ -57,6 +57,7 @@ from appliance.service.front_frames import (
     Run,
     StopRun,
     Submit,
+    TookImage,
     Up,
     Welcome,
 )
@@ -221,6 +222,7 @@ class Session:
         self._outputs: list[Output] = []
         self._detail_bytes = 0
         """Of `_outputs`."""
+        self._images = ImageFetches(lambda: sessions.remote_images, send)
         self._greeted = False
         self._drained = False
         self._lost = False
@@ -258,6 +260,8 @@ class Session:
                 self._find_response(frame)
             case FetchImage():
                 self._fetch_image(frame)
+            case TookImage():
+                self._images.read()
             case Leave():
                 self._leave(frame.call)
             case Ran():
@@ -296,6 +300,7 @@ class Session:
                 call.stream.end()
             self._end_call(number, FrontEndLost("the front end died"))
         self._outputs = []
+        self._images.lost()
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -327,8 +332,7 @@ class Session:
             return
         for request in list(call.requests):
             self._abort(request, FinishReason.CANCELLED)
-        if call.fetching is not None:
-            call.fetching.cancel()
+        self._images.stop(number)
         if call.counted:
             self._access.end(call.caller)
         if call.response is not None:
@@ -375,25 +379,8 @@ class Session:
     # --- images ----------------------------------------------------------------------------------
 
     def _fetch_image(self, frame: FetchImage) -> None:
-        call = self._calls.get(frame.call)
-        if call is None:
-            return
-        if call.fetching is not None and not call.fetching.done():
-            self._send(FetchedImage(call=frame.call, refused="another one is being fetched"))
-            return
-        work = self._fetched(frame, call.caller.owner)
-        call.fetching = asyncio.get_running_loop().create_task(work)
-
-    async def _fetched(self, frame: FetchImage, owner: str) -> None:
-        try:
-            file = await self._sessions.remote_images.fetch(owner, frame.url)
-        except NotFetched as error:
-            self._send(FetchedImage(call=frame.call, refused=str(error)))
-        except Exception:
-            log.exception("an image cannot be fetched")
-            self._send(FetchedImage(call=frame.call, refused="it cannot be fetched"))
-        else:
-            self._send(FetchedImage(call=frame.call, file=file))
+        if (call := self._calls.get(frame.call)) is not None:
+            self._images.ask(frame, call.caller.owner)
 
     def _cancel(self, number: int) -> None:
         """Give up the response that a call makes in the background."""
@@ -412,7 +399,8 @@ class Session:
         """Have a line of a batch answered. Raises `FrontEndLost`."""
         answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._calls[number] = _Call(caller, answer=answer)
-        self._send(Run(call=number, path=path, body=body, models=_models(caller)))
+        key = None if caller.key is None else caller.key.name
+        self._send(Run(call=number, path=path, body=body, models=_models(caller), key=key))
         try:
             return await answer
         finally:
@@ -569,7 +557,6 @@ class _Call:
         "caller",
         "cancelled",
         "counted",
-        "fetching",
         "refused",
         "requests",
         "response",
@@ -592,8 +579,6 @@ class _Call:
         self.trace = trace
         self.answer = answer
         self.requests: set[RequestId] = set()
-        self.fetching: asyncio.Task[None] | None = None
-        """Gets an image for it."""
         self.stream: _Stream | None = None
         """Its answer, once that is a stream and has begun."""
         self.refused: Refused | None = None

@@ -49,6 +49,18 @@ class BodiesFull(ApiError):
         )
 
 
+class BodyTooLarge(ApiError):
+    """413: what is kept with a body is more than one client may ever have."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(
+            413,
+            f"with what is fetched for it the body has more than {most_bytes} bytes, "
+            f"{CLIENT_SHARE} of api.max_bodies: send fewer or smaller images",
+            code="body_too_large",
+        )
+
+
 class HeldBody:
     """A body that is held, as far as it has come."""
 
@@ -64,7 +76,11 @@ class HeldBody:
         self._cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def keep(self, size_bytes: int) -> None:
-        """Count so much that is kept with it. Raises `BodiesFull` if it is too much."""
+        """Count so much that is kept with it. Raises `BodiesFull` if it is too much now, and
+        `BodyTooLarge` if it always is."""
+        most_bytes = int(CLIENT_SHARE * self._budget.most_bytes)
+        if self.size_bytes + size_bytes > most_bytes:
+            raise BodyTooLarge(most_bytes)
         self._budget.grow(self, size_bytes)
         if self._cut.done():
             raise BodiesFull(self._budget.most_bytes)

@@ -1,7 +1,6 @@
 """Where images may be fetched from: the hosts that an admin names, and the addresses they may have.
 
-Nothing here resolves or connects. Names of hosts are compared as they are written in a URL, in
-lower case and as IDNA has them.
+Nothing here resolves or connects. Hosts are compared as `normal_host` has them.
 """
 
 from __future__ import annotations
@@ -18,12 +17,21 @@ _EMBEDDING: Final = tuple(
     IPv6Network(network)
     for network in ("::/96", "::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")
 )
-"""Addresses of IPv6 that mean one of IPv4: a gateway or this system translates them."""
+"""Addresses of IPv6 that mean one of IPv4: a gateway or this system translates them. Prefixes of
+NAT64 that a network chose for itself are not known."""
+_SPECIAL: Final[tuple[IPv4Network | IPv6Network, ...]] = (
+    IPv6Network("3fff::/20"),
+    IPv4Network("192.88.99.0/24"),
+)
+"""For documentation, and for relays of 6to4: `ipaddress` takes them for public ones."""
 
 _HOST: Final = re.compile(
     r"(?:(?P<scheme>https?)://)?(?P<star>\*\.)?"
-    r"(?P<host>[a-z0-9_](?:[a-z0-9._-]*[a-z0-9_])?|\[[0-9a-f:.]+\])(?::(?P<port>\d{1,5}))?"
+    r"(?P<host>[^/?#@:\s\[\]*]+|\[[^/?#@%\s\[\]]+\])(?::(?P<port>[0-9]{1,5}))?",
+    re.IGNORECASE,
 )
+_LABEL: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
+_MAX_NAME: Final = 253
 
 
 class AllowedHost(NamedTuple):
@@ -43,15 +51,52 @@ class AllowedHost(NamedTuple):
 
 
 def parse_host(text: str) -> AllowedHost:
-    """Of ``images.example.org``, ``*.example.org``, ``http://store:8080``. Raises `ValueError`."""
+    """Of ``images.example.org``, ``*.example.org``, ``http://store:8080``. Raises `ValueError`,
+    which says why it is none."""
     found = _HOST.fullmatch(text)
     if found is None:
         raise ValueError(f'{text!r} is no host such as "images.example.org"')
-    scheme = found["scheme"] or "https"
+    scheme = (found["scheme"] or "https").lower()
     port = int(found["port"] or _PORTS[scheme])
     if not 0 < port < 1 << 16:
         raise ValueError(f"{text!r} has no port between 1 and 65535")
-    return AllowedHost(scheme, found["host"].strip("[]"), port, bool(found["star"]))
+    host = normal_host(found["host"])
+    if found["star"] and _is_address(host):
+        raise ValueError(f"{text!r}: there are no names below an address")
+    return AllowedHost(scheme, host, port, bool(found["star"]))
+
+
+def normal_host(text: str) -> str:
+    """A name in lower case and as IDNA has it, or an address in its shortest form and without
+    brackets. Raises `ValueError`, which says why it is none."""
+    host = text.strip("[]") if text.startswith("[") else text.lower()
+    if ":" in host:
+        return str(IPv6Address(host))
+    if not host.isascii():
+        host = _idna(host)
+    labels = host.split(".")
+    if not labels[-1]:
+        raise ValueError(f"{text!r} ends with a dot: leave it out")
+    if len(host) > _MAX_NAME or not all(_LABEL.fullmatch(label) for label in labels):
+        raise ValueError(
+            f"{text!r} is no name of a host: between dots are 1 to 63 letters, digits, hyphens or "
+            f"underscores, no hyphen first or last, and all have at most {_MAX_NAME} characters"
+        )
+    # What looks like one is taken for one when it is looked up.
+    return str(IPv4Address(host)) if labels[-1].isdigit() else host
+
+
+def _idna(host: str) -> str:
+    from httpx import URL, InvalidURL  # takes a while, and few need it
+
+    try:
+        return URL(scheme="https", host=host).raw_host.decode("ascii")
+    except InvalidURL as error:
+        raise ValueError(str(error)) from error
+
+
+def _is_address(host: str) -> bool:
+    return ":" in host or host.rpartition(".")[2].isdigit()
 
 
 class ImageHosts:
@@ -75,14 +120,16 @@ class ImageHosts:
             found = ip_address(address)
         except ValueError:  # with the name of an interface, which only local ones have
             return False
-        return is_public(found) or any(
-            found.version == network.version and found in network for network in self._networks
-        )
+        return is_public(found) or _in(found, self._networks)
+
+
+def _in(address: Address, networks: Iterable[IPv4Network | IPv6Network]) -> bool:
+    return any(address.version == network.version and address in network for network in networks)
 
 
 def is_public(address: Address) -> bool:
     """Whether the address is one of the public internet, and does not mean another one."""
-    if isinstance(address, IPv6Address) and any(address in network for network in _EMBEDDING):
+    if _in(address, _EMBEDDING) or _in(address, _SPECIAL):
         return False
     return address.is_global and not (
         address.is_private

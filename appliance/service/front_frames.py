@@ -21,6 +21,7 @@ Frames of one direction keep their order. A *call* is one HTTP request (or one l
                                    <-  FoundResponse(call)
     FetchImage(call)               ->
                                    <-  FetchedImage(call)
+    TookImage                      ->  if there is a file
     Leave(call)                    ->
 """
 
@@ -35,7 +36,7 @@ from appliance import framing
 from appliance.checkpoints.task import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 
 # --- from the core to a front end ----------------------------------------------------------------
@@ -171,6 +172,8 @@ class FetchedImage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     call: int
     file: bytes = b""
     refused: str = ""
+    busy: bool = False
+    """Whether it is refused for others that are fetched: trying again later makes sense."""
 
 
 class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -182,6 +185,8 @@ class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     body: bytes
     models: tuple[ModelName, ...] | None = None
     """Those that its key allows; None: all of them."""
+    key: str | None = None
+    """The name of its key, if it has one."""
 
 
 class StopRun(msgspec.Struct, frozen=True, tag=True):
@@ -313,6 +318,10 @@ class FetchImage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     url: str
 
 
+class TookImage(msgspec.Struct, frozen=True, tag=True):
+    """The file of the last `FetchedImage` is read, whether its call wants it or not."""
+
+
 class Ran(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The answer to a line of a batch."""
 
@@ -376,6 +385,7 @@ Up: TypeAlias = (
     | KeepEvent
     | FindResponse
     | FetchImage
+    | TookImage
     | Leave
     | Ran
     | Pong

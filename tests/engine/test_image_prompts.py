@@ -21,6 +21,7 @@ from appliance.config.sizing import least, read_model
 from appliance.engines.protocol import KvExhausted
 from appliance.engines.vllm.images.arguments import image_args
 from appliance.engines.vllm.images.prompts import ImagePrompts
+from appliance.engines.vllm.messages import decode_request
 from appliance.engines.vllm.seams import SeamMoved
 from appliance.units import Bytes, Memory
 from tests.configs import CONFIGS
@@ -295,6 +296,21 @@ def test_images_are_not_shared_with_another_salt(reader: tuple[House, Any, Prepa
         engine.forget(request)
     assert_nothing_kept(engine)
     engine.trim(0)
+
+
+@QWEN
+def test_images_are_not_shared_with_another_adapter(reader: tuple[House, Any, Preparer]) -> None:
+    """Adapters are known by what they are: one that gets the name of another finds none of its
+    images. Nor is a salt taken for a part of an adapter."""
+    _, engine, preparer = reader
+    tokens, features = preparer.prepare(*asked(engine.model)[1])
+    spec = sequence(engine.model, "one", tokens, GREEDY, mm_features=features)
+    request = decode_request(spec.body)
+    owners = [("", ""), ("", "first"), ("", "second"), ("first", ""), ("a:b", "c"), ("c", "a:b")]
+    names = [
+        engine._images.take(request, spec, salt, adapter)[0].identifier for salt, adapter in owners
+    ]
+    assert len(set(names)) == len(owners)
 
 
 def encodings(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -13,10 +13,11 @@ from typing import Any, Final
 import httpx
 import pytest
 import pytest_asyncio
+from msgspec import structs
 from vllm.v1.engine import EngineCoreRequest
 
 from appliance.engines.vllm.messages import decode_request
-from appliance.service.front_frames import FetchedImage, FetchImage, Submit
+from appliance.service.front_frames import FetchedImage, FetchImage, Submit, TookImage
 from tests.engine.with_images import GEMMA3, GEMMA_TOKENS, QWEN2_5, make_with_images
 from tests.frontend.conftest import model_at
 from tests.frontend.pictures import encoded, picture, url_of
@@ -179,7 +180,7 @@ async def test_bad_images_named_by_url(core: StandInCore, http: httpx.AsyncClien
     for file, status, reason in (
         (b"<svg/>", 400, "messages[0].content[0].image_url: it is no PNG, JPEG, WebP or GIF"),
         (huge(50_000, 50_000), 400, "messages[0].content[0].image_url: it is more than"),
-        (bytes((64 << 20) - 100), 429, "api.max_bodies"),
+        (bytes((64 << 20) - 100), 413, "api.max_bodies"),
     ):
         core.fetching = lambda asked, file=file: FetchedImage(  # type: ignore[misc]
             call=asked.call, file=file
@@ -188,6 +189,23 @@ async def test_bad_images_named_by_url(core: StandInCore, http: httpx.AsyncClien
         assert answer.status_code == status, answer.text
         assert reason in answer.json()["error"]["message"]
     assert core.said(Submit) == []
+
+
+async def test_urls_in_lines_of_batches(core: StandInCore) -> None:
+    """What is fetched for a line counts as it does for others, and what is too much for now has
+    the status of what is tried again."""
+    body = chat(image("http://store:8080/a.png"))
+    for fetched, status, code in (
+        (FetchedImage(call=0, file=bytes((64 << 20) - 100)), 413, "body_too_large"),
+        (FetchedImage(call=0, refused="try again later", busy=True), 429, "too_many_fetches"),
+    ):
+        core.fetching = lambda asked, answer=fetched: structs.replace(  # type: ignore[misc]
+            answer, call=asked.call
+        )
+        ran = await core.run("/v1/chat/completions", body)
+        assert ran.status == status, ran.body
+        assert json.loads(ran.body)["error"]["code"] == code
+    assert len(core.said(TookImage)) == 1
 
 
 async def test_a_client_that_leaves_waits_for_no_url(

@@ -286,7 +286,9 @@ class VllmEngine:
         elif asked.pooling_params is not None:
             self._check_pooling(asked, sequence)
         salt = _cache_salt(sequence.prefix_salt, asked.cache_salt)
-        images = self._images.take(asked, sequence, salt or "")
+        images = self._images.take(
+            asked, sequence, salt or "", "" if adapter is None else adapter.lora_path
+        )
         request = Request(
             name,
             list(sequence.prompt),

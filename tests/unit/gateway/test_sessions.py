@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from appliance.access.auth import Access
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.engines.protocol import GuideRefused
 from appliance.gateway import sessions as gateway
-from appliance.gateway.remote_images import NotFetched
+from appliance.gateway.image_wire import NotFetched
+from appliance.gateway.remote_images import TooManyFetches
 from appliance.gateway.sessions import FrontEndLost, FrontSettings, NoFrontEnd, Sessions
 from appliance.service.front_frames import (
     Catalogue,
@@ -31,6 +34,7 @@ from appliance.service.front_frames import (
     Ready,
     Refused,
     StopRun,
+    TookImage,
     Welcome,
 )
 from appliance.service.front_frames import Run as RunLine
@@ -819,11 +823,15 @@ class Fetching:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.let_go = 0
+        """Files that were sent and read."""
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    async def fetch(self, owner: str, url: str) -> bytes:
+    @asynccontextmanager
+    async def fetched(self, owner: str, url: str) -> AsyncIterator[bytes]:
         self.asked.append((owner, url))
-        return await self.answer
+        yield await self.answer
+        self.let_go += 1
 
 
 async def test_images_are_fetched_for_a_call(house: House) -> None:
@@ -838,6 +846,7 @@ async def test_images_are_fetched_for_a_call(house: House) -> None:
     await settled()
     fetching.answer.set_result(b"file")
     await settled()
+    front.say(TookImage())
     fetching.answer = asyncio.get_running_loop().create_future()
     fetching.answer.set_exception(NotFetched("it is too large"))
     front.say(FetchImage(call=call + 1, url="https://a/3"))
@@ -869,3 +878,45 @@ async def test_a_call_that_is_over_fetches_nothing(house: House, dies: bool) -> 
     await settled()
     assert fetching.answer.cancelled()
     assert front.heard(FetchedImage) == []
+
+
+async def test_one_file_is_unread_at_a_time(house: House) -> None:
+    """A front end that reads slowly is not sent more, whatever becomes of the calls; what waits
+    counts among those that are fetched."""
+    sessions = house.sessions()
+    front = FrontDouble(sessions)
+    fetching = sessions.remote_images = Fetching()  # type: ignore[assignment]
+    calls = [front.call() for _ in range(4)]
+    for call in calls:
+        front.say(FetchImage(call=call, url=f"https://a/{call}"))
+    fetching.answer.set_result(bytes(20 << 20))
+    await settled()
+    assert [frame.call for frame in front.heard(FetchedImage)] == calls[:1]
+    front.leave(calls[0])  # before it has read the file
+    front.leave(calls[1])
+    await settled()
+    assert [frame.call for frame in front.heard(FetchedImage)] == calls[:1]
+    assert fetching.let_go == 0
+    for count in (1, 2):
+        front.say(TookImage())
+        await settled()
+        assert [frame.call for frame in front.heard(FetchedImage)] == [calls[0], *calls[2:]][
+            : count + 1
+        ]
+        assert fetching.let_go == count
+    front.die()
+    await settled()
+    assert fetching.let_go == 2
+
+
+async def test_fetches_that_are_too_many(house: House) -> None:
+    sessions = house.sessions()
+    front = FrontDouble(sessions)
+    fetching = sessions.remote_images = Fetching()  # type: ignore[assignment]
+    fetching.answer.set_exception(TooManyFetches("try again later"))
+    call = front.call()
+    front.say(FetchImage(call=call, url="https://a/1"))
+    await settled()
+    assert front.heard(FetchedImage) == [
+        FetchedImage(call=call, refused="try again later", busy=True)
+    ]

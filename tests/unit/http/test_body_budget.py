@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from appliance.access.auth import Access
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.api.app import create_app
-from appliance.http.body_budget import CLIENT_SHARE, BodiesFull, BodyBudget, HeldBody
+from appliance.http.body_budget import CLIENT_SHARE, BodiesFull, BodyBudget, BodyTooLarge, HeldBody
 from tests.unit.doubles.fake_service import FakeService
 
 MOST = 100
@@ -194,9 +194,10 @@ async def test_what_is_kept_with_a_body_counts() -> None:
         await sender.read()
     one.held.keep(50)
     assert budget.held_bytes == 70
+    with pytest.raises(BodyTooLarge, match="send fewer or smaller images"):
+        one.held.keep(16)
     with pytest.raises(BodiesFull):
-        one.held.keep(50)
-    other.held.keep(60)
+        other.held.keep(60)
     one.answered()
     other.answered()
     assert budget.held_bytes == 0

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 import pytest
 
-from appliance.http.image_hosts import ImageHosts, is_public, parse_host
+from appliance.http.image_hosts import ImageHosts, is_public, normal_host, parse_host
 
 HOSTS = ImageHosts(
     ["images.example.org", "*.cdn.example.org", "http://store:8080", "https://[2001:db8::1]"],
@@ -53,10 +53,45 @@ def test_not_allowed(scheme: str, host: str, port: int | None) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "*", "*.", "https://", "ftp://a", "a/b", "a b", "user@a", "a:0", "a:99999", "A", "a.*.b"],
+    ["", "*", "*.", "https://", "ftp://a", "a/b", "a b", "user@a", "a:0", "a:99999", "a.*.b"],
 )
 def test_no_hosts(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no host such as|has no port"):
+        parse_host(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("Images.Example.org", "images.example.org"),
+        ("HTTPS://b\u00fccher.example", "xn--bcher-kva.example"),
+        ("[2001:DB8:0:0::1]", "2001:db8::1"),
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_hosts_are_written_in_one_way(text: str, host: str) -> None:
+    assert parse_host(text) == ("https", host, 443, False)
+    assert normal_host(text.lower().removeprefix("https://")) == host
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("images.example.org.", "ends with a dot: leave it out"),
+        ("a..b", "is no name of a host"),
+        ("-a.b", "no hyphen first or last"),
+        ("a" * 64 + ".org", "1 to 63 letters"),
+        (".".join(["abc"] * 64), "at most 253 characters"),
+        ("a%2eb", "is no name of a host"),
+        ("*.10.0.0.1", "no names below an address"),
+        ("*.[::1]", "no names below an address"),
+        ("10.0.1", "Expected 4 octets"),
+        ("[1:2]", "At least 3 parts expected"),
+        ("\u2603.example", "Invalid IDNA hostname"),
+    ],
+)
+def test_what_is_wrong_with_a_host(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         parse_host(text)
 
 
@@ -78,6 +113,7 @@ LOCAL = [
     *("192.0.0.1", "192.0.2.1", "192.168.1.1", "198.18.0.1", "224.0.0.1", "240.0.0.1"),
     *("255.255.255.255", "::", "::1", "::7f00:1", "::ffff:127.0.0.1", "::ffff:1.1.1.1"),
     *("64:ff9b::7f00:1", "64:ff9b::101:101", "64:ff9b:1::1", "2002:7f00:1::", "2001:0:1::1"),
+    *("3fff::1", "3fff:fff::1", "192.88.99.1"),
     *("fe80::1", "fe80::1%eth0", "fec0::1", "fc00::1", "ff02::1", "2001:db8::1"),
 ]
 

@@ -67,15 +67,15 @@ class ImagePrompts:
         return self._outputs.bytes
 
     def take(
-        self, asked: EngineCoreRequest, sequence: SequenceSpec, salt: str
+        self, asked: EngineCoreRequest, sequence: SequenceSpec, salt: str, adapter: str = ""
     ) -> list[MultiModalFeatureSpec]:
         """The images of a prompt, checked; they are shared among prompts with one `salt` and one
-        adapter, if any. Raises `ValueError`."""
+        `adapter`: what KV knows it by, and not its name, which another one may get. Raises
+        `ValueError`."""
         features = asked.mm_features or ()
         if features and not self._most:
             raise ValueError("the model is served for text only: its `images` is 0")
-        adapter = "" if asked.lora_request is None else asked.lora_request.lora_name
-        owner = f"{adapter}:{salt}"
+        owner = repr((adapter, salt))
         found = checked(features, len(sequence.prompt), self._most, self._config, owner)
         tokens = tuple([int(feature.mm_position.get_num_embeds()) for feature in found])
         if tokens != sequence.images:
