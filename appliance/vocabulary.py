@@ -483,8 +483,7 @@ class ModelChanged(Event, frozen=True, kw_only=True):
 
 class ImageHeld(Event, frozen=True, kw_only=True):
     """Workers are about to write to a model's master image, which stays meanwhile; or, if it is no
-    longer held, they have. If it is `stale`, none of them could, and none loads from it, so it goes.
-    """
+    longer held, they have. If it is `stale`, none of them could and none loads from it: it goes."""
 
     model: ModelName
     held: bool
