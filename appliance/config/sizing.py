@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from appliance.checkpoints.adapters import (
     AdapterPlace,
     AdapterRoom,
@@ -35,7 +37,7 @@ from appliance.checkpoints.task import check_task
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import Config, Devices, Model
 from appliance.memory.kv_pool import BLOCK_TOKENS, KvGeometry
-from appliance.units import human, no_less
+from appliance.units import Memory, human, no_less
 
 
 class Least(NamedTuple):
@@ -139,7 +141,7 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
                 f"{human(need.kv * slab)} for the KV cache of one request{_on_each(ranks)}, in "
                 f"slabs of {human(slab)}: "
                 f"more than devices.memory ({human(devices.memory_bytes)}) has{reserved}",
-                f"set devices.memory to {no_less(need.slabs * slab + runtime)} or more, a "
+                f"set devices.memory to {_enough(entry, model.max_context, devices)} or more, a "
                 f"smaller devices.slab{shorter}",
             )
         pinned += need.weights * ranks if model.pin else 0
@@ -153,6 +155,17 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
             f"({human(longest * slab)})",
             f"set it to {no_less(needed)} or more" + (", or pin fewer models" if pinned else ""),
         )
+
+
+def _enough(entry: CatalogEntry, max_context: int, devices: Devices) -> str:
+    """A `devices.memory` for a model that does not fit the one there is. Its groups of KV blocks
+    may be larger in a larger pool, up to `kv_pool.MOST_SLABS`: what it needs in this one need not
+    be enough there."""
+    asked, advised = devices, ""
+    while (need := least(entry, max_context, asked).slabs) > asked.slabs:
+        advised = no_less((need + devices.runtime_slabs) * devices.slab_bytes)
+        asked = msgspec.structs.replace(devices, memory_bytes=Memory.read(advised))
+    return advised
 
 
 def kv_floor_slabs(config: Config, entries: Iterable[CatalogEntry]) -> int:

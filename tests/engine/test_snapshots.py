@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.engines.vllm.kv.snapshots import EVERY_TOKENS
+from appliance.engines.vllm.kv.placement import KvTable
+from appliance.engines.vllm.kv.snapshots import EVERY_TOKENS, can_be_kept
 from appliance.engines.vllm.messages import decode_output
+from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.platform.cpus import computes_linear_attention
 from tests.configs import CONFIGS
 from tests.engine.conftest import plain_process
@@ -21,6 +23,8 @@ from tests.engine.shrunken import make_shrunken
 from tests.engine.test_prefix import Crowd, PoisonVmm, break_executor, prompt
 
 MLA = "deepseek-v2-lite"
+GLM = "glm-4.7-flash"
+"""Compressed KV, too, of queries that vLLM rotates wrongly (`appliance.engines.vllm.layers`)."""
 STATES = ["granite-4.0-h-tiny", "nemotron-h-8b", "falcon-h1-1.5b-instruct", "lfm2-1.2b"]
 """Falcon-H1 has both in each layer; LFM2's blocks are short, and a snapshot ends with one."""
 HYBRID = STATES[0]
@@ -47,7 +51,7 @@ def built(folder: Path) -> House:
 
     arena = Arena(PoisonVmm(2 * PLENTY, SLAB))
     house = House(arena, HostTier.create(256 << 20), Swapper(arena.vmm.stream))
-    for name in (MLA, *STATES):
+    for name in (MLA, GLM, *STATES):
         path = make_shrunken(folder, name, CONFIGS[name])
         house.build(name, path, dtype="float32", max_context=CONTEXT)
     if computes_linear_attention():
@@ -326,6 +330,93 @@ def test_failed_step_leaves_no_snapshot(
     assert output + served.go_on("failed") == expected
 
 
+def test_snapshot_that_cannot_be_made_loses_nothing(
+    serve: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses to map its memory: the step's tokens are there. Blocks of one that is not
+    copied to its end are free."""
+    served = serve(HYBRID)
+    expected, _ = served.run(prompt(300))
+    served.engine.trim(0)
+    blocks = served.engine._scheduler.blocks
+    served.add("r", prompt(300))
+    served.engine.begin_prefill("r", PLENTY)
+
+    def refuse(count: int, max_slabs: int) -> None:
+        if count:
+            raise OSError("no memory is mapped")
+
+    def break_off(*args: object) -> None:
+        raise RuntimeError("not copied")
+
+    with monkeypatch.context() as refused:
+        refused.setattr(blocks, "provide", refuse)
+        assert served.engine.step((), PLENTY, ("r",), 2048) == []
+        output = tokens(served.engine.step((), PLENTY, ("r",), 2048))
+    assert output + served.go_on("r") == expected
+    assert served.run(prompt(300)) == (expected, 300)
+    served.engine.trim(0)
+
+    served.add("r", prompt(300))
+    served.engine.begin_prefill("r", PLENTY)
+    with monkeypatch.context() as broken:
+        broken.setattr(blocks, "copy", break_off)
+        with pytest.raises(RuntimeError, match="not copied"):
+            served.engine.step((), PLENTY, ("r",), 2048)
+    served.engine.forget("r")
+    assert (blocks.kv.used, blocks.kv.cold) == (0, 0)
+
+
+def test_prompt_that_cannot_begin_holds_nothing(
+    serve: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV that it shares does not arrive; what was cached is as before."""
+    served = serve(HYBRID)
+    expected, _ = served.run(prompt(300))
+    cache = served.engine._cache
+    cold = cache.pool.cold
+
+    def lost() -> list[Transfer]:
+        raise TransferFailed("a swap inwards")
+
+    served.add("r", prompt(300))
+    with monkeypatch.context() as failing:
+        failing.setattr(cache, "_under_way", lost)
+        with pytest.raises(TransferFailed):
+            served.engine.begin_prefill("r", PLENTY)
+    assert (cache.pool.used, cache.pool.cold) == (0, cold)
+    output = tokens(served.engine.prefill("r", PLENTY))
+
+    assert output + served.go_on("r") == expected
+    assert served.run(prompt(300)) == (expected, 300 - 256)
+
+
+def test_snapshots_of_others_stay(serve: Callable[[str], Served]) -> None:
+    """A request that writes what another did, and more, replaces its own snapshots only."""
+    served = serve(HYBRID)
+    words = prompt(200)
+    shorter, longer = (
+        Sampling(max_tokens=most, temperature=0.0, ignore_eos=True) for most in (190, 330)
+    )
+    output, _ = served.run(words, shorter)
+    more, _ = served.run(words, longer)
+    assert more[: len(output)] == output
+
+    _, computed = served.run((*words, *output, 7, 8, 9))
+
+    assert computed == 393 - 384
+    _, computed = served.run((*words, *more, 7, 8, 9))
+    assert computed == 533 - 512
+
+
+def test_no_snapshots_on_a_gpu_or_beside_windows() -> None:
+    state, full = KvTable(2, 1024, has_state=True), KvTable(2, 416, has_state=False)
+    assert can_be_kept([state, full], host_memory=True)
+    assert not can_be_kept([state, full], host_memory=False)
+    assert not can_be_kept([full], host_memory=True)
+    assert not can_be_kept([state, full._replace(window=3)], host_memory=True)
+
+
 class Many(Crowd):
     """Requests with common prefixes that are long enough for snapshots."""
 
@@ -340,7 +431,7 @@ class Many(Crowd):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("model", [HYBRID, "nemotron-h-8b", MLA])
+@pytest.mark.parametrize("model", [HYBRID, "nemotron-h-8b", "lfm2-1.2b", MLA, GLM])
 def test_whatever_happens_outputs_are_those_of_plain_vllm(
     house: House, answers: Answers, model: str, seed: int
 ) -> None:

@@ -1,8 +1,10 @@
 """Plain vLLM on a checkpoint, undisturbed: the reference that the appliance's outputs must equal.
 
+It differs from stock vLLM in what `appliance.engines.vllm.layers` mends, and in nothing else.
+
 ``python -m appliance.engines.vllm.reference`` reads one `ReferenceTask` as JSON from standard
-input, runs it on stock `vllm.LLM` without any of the appliance, and prints the answers as JSON. It
-is a process of its own because the adapter changes process-wide settings of vLLM.
+input, runs it on `vllm.LLM` without any other part of the appliance, and prints the answers as
+JSON. It is a process of its own because the adapter changes process-wide settings of vLLM.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
         tensor_parallel_size=checkpoint.tensor_parallel,
         **({"enable_lora": True, "max_lora_rank": MAX_RANK} if checkpoint.adapter else {}),
         # vLLM wants to see so much of a GPU free, whatever it then takes; others may be at work.
-        **({} if device == "cpu" else {"gpu_memory_utilization": 0.1}),
+        **(_on_cpu() if device == "cpu" else {"gpu_memory_utilization": 0.1}),
     )
     prompts = [prompt.tokens or _rendered(checkpoint, prompt) for prompt in checkpoint.prompts]
     answers = llm.generate(
@@ -107,6 +109,13 @@ def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
         ReferenceAnswer(prompt, list(answer.outputs[0].token_ids))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
+
+
+def _on_cpu() -> dict[str, str]:
+    """Imported late, as it imports vLLM."""
+    from appliance.engines.vllm.layers.extension import EXTENSION
+
+    return {"worker_extension_cls": EXTENSION}
 
 
 def _rendered(checkpoint: ReferenceModel, prompt: ReferencePrompt) -> list[int]:

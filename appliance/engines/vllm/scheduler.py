@@ -135,7 +135,9 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         self.num_lookahead_tokens = 0
         placement = current_placement()
         manager = self.kv_cache_manager
-        by_snapshots = not manager.enable_caching and can_be_kept(placement.tables)
+        by_snapshots = not manager.enable_caching and can_be_kept(
+            placement.tables, host_memory=placement.device.host_memory
+        )
         # vLLM turns the cache off on CPUs where it is not supported; no block has a hash then.
         self.blocks = ElasticBlockPool(
             placement.pool,
@@ -317,7 +319,8 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         return self.reach(request, num_new_tokens)
 
     def withdraw(self, request: Request) -> None:
-        """Take the blocks of a request whose step failed; it is as if nothing had been computed.
+        """Take the blocks of a request whose step failed, or which could not begin; it is as if
+        nothing had been computed.
 
         vLLM caches a block when it schedules its last token. What the failed step was to compute
         must not be found by others; what was computed before may be.
@@ -327,6 +330,8 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
             blocks = table.req_to_blocks.get(request.request_id, ())
             doubtful = blocks[trusted // table.block_size :]
             self.blocks.evict_blocks({block.block_id for block in doubtful})
+        self.blocks.free_blocks(self._snapshot)
+        self._snapshot = ()
         self.kv_cache_manager.free(request)
         self.encoder_cache_manager.free(request)
         request.num_computed_tokens = request.num_in_flight_tokens = 0

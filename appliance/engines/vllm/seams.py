@@ -18,6 +18,7 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.pooler.seqwise.methods import MeanPool
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models import adapters
@@ -107,6 +108,7 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (BaseModelLoader.download_model, ("model_config",)),
     (LogitsProcessor.forward, ("lm_head", "hidden_states")),
     (QuantizeMethodBase.process_weights_after_loading, ("layer",)),
+    (RotaryEmbedding.forward_cpu, ("positions", "query", "key")),
     (PoolingParams.verify, ("model_config",)),
     (MeanPool.forward, ("hidden_states", "pooling_metadata")),
     (PoolingStates.clean, ()),

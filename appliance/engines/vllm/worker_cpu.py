@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
 from appliance.engines.vllm.worker import InArena
+
+mend_rotary_embeddings()
 
 
 class ArenaWorker(InArena, CPUWorker):  # type: ignore[misc]

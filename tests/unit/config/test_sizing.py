@@ -102,6 +102,20 @@ def test_a_size_that_has_to_be_reached_is_rounded_up(size: int, told: str) -> No
     assert Bytes.read(told) >= size
 
 
+def test_what_is_advised_passes(tmp_path: Path, fake_checkpoint: Make) -> None:
+    """Where groups of KV blocks, of which a model needs whole ones, are larger in the larger pool,
+    too: what it needs in the present one, 196 slabs, would be refused as 198."""
+    shape = {"hidden_size": 48, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sized(fake_checkpoint(**shape), {"weight": 3 * MIB})
+    assert "needs 12MiB for its weights and 256KiB for" in problem(tmp_path, "1MiB", 256).wrong
+    problem(tmp_path, "12544KiB", 256)
+
+    advised = problem(tmp_path, "1MiB", 256).remedy.split()[3]
+
+    assert advised == "12672KiB"
+    load(tmp_path, advised, 256)
+
+
 def test_a_shorter_context_is_no_remedy_for_weights(tmp_path: Path, fake_checkpoint: Make) -> None:
     """Where they leave no room at all, it is not named."""
     fake_checkpoint()

@@ -86,22 +86,22 @@ class KvCache:
         are held of it at once where layers attend to windows. Tokens found in the prefix cache
         count as computed, and compute comes after their KV is in. `hold_more` then takes what the
         prompt needs besides KV, and is given what makes so many blocks free for that. Raises
-        `KvExhausted`, with nothing taken."""
+        `KvExhausted`, and `TransferFailed` for KV that will not arrive, with nothing taken."""
         tokens = request.num_tokens
         cached = self._hold(request, tokens, kv_slabs, [*self._prompts.values()])
-        request.num_computed_tokens = cached
-        self._prompts[request.request_id] = request
-        if cached:
-            for arriving in self._under_way():
-                self._device.wait(arriving)
-        # They are its own from here on: requests that decode meanwhile take theirs, too.
-        self._states.place(request.request_id, self._scheduler.fill(request, tokens, cached))
 
         def provide(blocks: int) -> None:
             """Besides those that prompts that have begun are to take."""
             self.provide(blocks + self._scheduler.needed((), self._prompts.values()), kv_slabs)
 
         try:
+            request.num_computed_tokens = cached
+            self._prompts[request.request_id] = request
+            if cached:
+                for arriving in self._under_way():
+                    self._device.wait(arriving)
+            # They are its own from here on: requests that decode meanwhile take theirs, too.
+            self._states.place(request.request_id, self._scheduler.fill(request, tokens, cached))
             hold_more(request, provide)
         except BaseException:
             self._device.settle()  # blocks that are being emptied may be unmapped at once

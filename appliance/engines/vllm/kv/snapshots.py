@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import gcd
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -53,8 +54,8 @@ class PrefixHit(NamedTuple):
 
 
 class StateSnapshots:
-    """Of the requests of one engine, in blocks of its pool. Nothing is remembered of a request: all
-    follows from its tokens, and how many of them are computed."""
+    """Of the requests of one engine, in blocks of its pool. Where they are follows from the tokens
+    of a request, and how many of them are computed."""
 
     def __init__(
         self, pool: ElasticBlockPool, tables: Sequence[tuple[Any, KvTable]], algorithm: str
@@ -74,6 +75,11 @@ class StateSnapshots:
             self._hashed, hashing
         )
         """What vLLM's requests hash their tokens with."""
+        self._written: WeakKeyDictionary[Request, tuple[int, list[KVCacheBlock]]] = (
+            WeakKeyDictionary()
+        )
+        """The last snapshot that a request made of what it writes: behind how many tokens, where.
+        One that another request made with the same tokens is not its own to replace."""
         for table in self._attention:  # vLLM caches its blocks then, as it schedules them
             table.enable_caching = True
 
@@ -169,7 +175,7 @@ class StateSnapshots:
         """Keep the state of a request behind a step, if it is worth it and there is room: in what
         is free, in slabs up to `max_slabs`, or in place of what is coldest in the cache.
 
-        Of what a request writes there is one snapshot, the last.
+        Of what a request writes it leaves one snapshot, the last.
         """
         computed = request.num_computed_tokens
         if not computed or computed % EVERY_TOKENS:
@@ -181,16 +187,27 @@ class StateSnapshots:
             return  # it has ended
         if self._at(request, computed):
             return
-        before = computed - EVERY_TOKENS
-        if writing and before > request.num_prompt_tokens:
-            self._pool.drop(self._at(request, before))
+        tokens, last = self._written.pop(request, (0, [])) if writing else (0, [])
+        if last and self._at(request, tokens) == last:
+            self._pool.drop(last)
         parts = self._parts(computed)
         try:
             self._pool.provide(len(parts), max_slabs)
-        except PoolExhausted:
+        except (PoolExhausted, OSError):  # the system may refuse to map more
             return  # what is not kept is computed again
         copies = self._pool.get_new_blocks(len(parts))
-        full = computed // self._hashed
+        try:
+            self._copy(request, parts, copies)
+        finally:
+            self._pool.free_blocks(copies)
+        if computed > request.num_prompt_tokens:
+            self._written[request] = computed, copies
+
+    def _copy(
+        self, request: Request, parts: Sequence[tuple[Any, int]], copies: Sequence[KVCacheBlock]
+    ) -> None:
+        """Have new blocks hold what a request does in these parts, and be found by its tokens."""
+        full = request.num_computed_tokens // self._hashed
         for (table, place), copy in zip(parts, copies, strict=True):
             self._pool.copy(table.req_to_blocks[request.request_id][place], copy)
             self._pool.cache_full_blocks(
@@ -201,7 +218,6 @@ class StateSnapshots:
                 block_size=self._hashed,
                 kv_cache_group_id=table.kv_cache_group_id,
             )
-        self._pool.free_blocks(copies)
 
 
 def hashed_tokens(tables: Sequence[KvTable]) -> int:
@@ -209,6 +225,8 @@ def hashed_tokens(tables: Sequence[KvTable]) -> int:
     return gcd(EVERY_TOKENS, *(table.block_tokens for table in tables if not table.has_state))
 
 
-def can_be_kept(tables: Sequence[KvTable]) -> bool:
-    """Whether a model with these tables has states, and nothing that windows give back."""
-    return any(table.has_state for table in tables) and not any(table.window for table in tables)
+def can_be_kept(tables: Sequence[KvTable], *, host_memory: bool) -> bool:
+    """Whether a model with these tables has states, and nothing that windows give back; and whether
+    the CPU copies. A GPU may still be at a copy when a trim unmaps what it copies."""
+    has_states = any(table.has_state for table in tables)
+    return host_memory and has_states and not any(table.window for table in tables)

@@ -1,0 +1,1 @@
+"""Layers of vLLM that compute otherwise here."""
