@@ -148,17 +148,14 @@ def arena_worker(*specs: object, max_context: int = 1024) -> Any:
 def test_mixed_kv_shapes_are_refused() -> None:
     """A model whose layers keep their KV differently is named, not served wrongly."""
     import torch
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from appliance.engines.vllm.worker import UnsupportedKvCache
 
     common = {"block_size": 32, "num_kv_heads": 2, "dtype": torch.float32}
     narrow, wide = (FullAttentionSpec(head_size=size, **common) for size in (32, 64))
-    chunked = ChunkedLocalAttentionSpec(head_size=32, attention_chunk_size=64, **common)
     with pytest.raises(UnsupportedKvCache, match="differ in the size"):
         arena_worker(narrow, wide).determine_available_memory()
-    with pytest.raises(UnsupportedKvCache, match="not of all tokens"):
-        arena_worker(narrow, chunked).determine_available_memory()
     prefix = FullAttentionSpec(head_size=32, non_causal=True, **common)
     with pytest.raises(UnsupportedKvCache, match="not of all tokens"):
         arena_worker(prefix).determine_available_memory()
@@ -168,9 +165,13 @@ def test_mixed_kv_shapes_are_refused() -> None:
 
 def test_layers_with_a_window() -> None:
     """They have blocks as those of other layers; where the window holds the longest request, they
-    keep all tokens, and it stays known to attention."""
+    keep all tokens, and it stays known to attention. Chunks are windows as long as they are."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+    )
 
     common = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=32, **common)
@@ -185,3 +186,5 @@ def test_layers_with_a_window() -> None:
         "layer.0": full,
         "layer.1": SlidingWindowSpec(block_size=32, sliding_window=64, **common),
     }
+    chunked = ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=64, **common)
+    assert arena_worker(full, chunked, max_context=97).get_kv_cache_spec() == found
