@@ -506,7 +506,8 @@ def test_a_library_that_starts_threads(checkpoints: Path, tmp_path: Path) -> Non
 
     assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no")
     said = log.read_text()
-    assert said.count("started threads (") == 1
+    for whose in ("front ends", "workers"):
+        assert said.count(f"started threads (python): every one of the {whose} imports") == 1
     assert "Traceback" not in said
 
 
