@@ -168,9 +168,11 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     as_published = json.dumps(small)
     if "vision_config" in small:  # its head is its own, unless its language model says otherwise
         small.setdefault("tie_word_embeddings", small["model_type"] == "gemma3")
-    made = transformers.CONFIG_MAPPING[_SAME_AS.get(small["model_type"], small["model_type"])](
-        **{key: value for key, value in small.items() if key != "model_type"}
-    )
+    known = _SAME_AS.get(small["model_type"], small["model_type"])
+    kind_of_config = transformers.CONFIG_MAPPING[known]
+    # vLLM has the class of DeepSeek V3 say `kimi_k2` once it has read one of these.
+    kind_of_config.model_type = known
+    made = kind_of_config(**{key: value for key, value in small.items() if key != "model_type"})
     torch.manual_seed(sum(name.encode()))
     kind = getattr(transformers, small["architectures"][0])
     with torch.no_grad():
