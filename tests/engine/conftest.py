@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -94,48 +94,80 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: make_checkpoint(folder, name) for name in MODELS}
 
 
-@contextmanager
-def plain_process(first: str = "") -> Iterator[PlainAnswers]:
-    """What unchanged vLLM tells of prompts, in a process of its own, which runs `first` first."""
-    with subprocess.Popen(
-        [sys.executable, "-c", first + BASELINE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
+class PlainVllm:
+    """What unchanged vLLM tells of prompts, in a process of its own, which runs `first` first. It
+    keeps each model, so another takes its place when it has `most_models`, if that is not 0."""
+
+    def __init__(self, first: str = "", most_models: int = 0) -> None:
+        self._first = first
+        self._most_models = most_models
+        self._process: subprocess.Popen[str] | None = None
+        self._models: set[str] = set()
+
+    def __call__(
+        self,
+        path: str,
+        dtype: str,
+        prompts: list[tuple[int, ...]],
+        sampling: list[Sampling],
+        adapters: Sequence[tuple[str, int, str] | None] = (),
+        **arguments: Any,
+    ) -> list[dict[str, Any]]:
+        job = {
+            "adapters": adapters,
+            "path": path,
+            "dtype": dtype,
+            "prompts": prompts,
+            "sampling": sampling,
+            "arguments": arguments or {"skip_tokenizer_init": True},
+        }
+        model = f"{path} {arguments}"
+        if model not in self._models and 0 < self._most_models <= len(self._models):
+            self.end()
+        self._models.add(model)
+        process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        questions, answers = process.stdin, process.stdout
+        print(json.dumps(job), file=process.stdin, flush=True)
+        outputs: list[dict[str, Any]] = json.loads(process.stdout.readline())
+        return outputs
 
-        def run(
-            path: str,
-            dtype: str,
-            prompts: list[tuple[int, ...]],
-            sampling: list[Sampling],
-            adapters: Sequence[tuple[str, int, str] | None] = (),
-            **arguments: Any,
-        ) -> list[dict[str, Any]]:
-            job = {
-                "adapters": adapters,
-                "path": path,
-                "dtype": dtype,
-                "prompts": prompts,
-                "sampling": sampling,
-                "arguments": arguments or {"skip_tokenizer_init": True},
-            }
-            print(json.dumps(job), file=questions, flush=True)
-            outputs: list[dict[str, Any]] = json.loads(answers.readline())
-            return outputs
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", self._first + BASELINE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
 
-        yield run
-        process.kill()  # to end in order takes it half a minute, and nothing is to be kept
+    def end(self) -> None:
+        """The next question starts another process."""
+        if self._process is not None:
+            self._process.kill()  # to end in order takes it half a minute, and nothing is kept
+            self._process.communicate()
+            self._process = None
+            self._models.clear()
+
+
+@contextmanager
+def plain_process(first: str = "", most_models: int = 0) -> Iterator[PlainAnswers]:
+    """`PlainVllm`, of which nothing is left afterwards."""
+    plain = PlainVllm(first, most_models)
+    try:
+        yield plain
+    finally:
+        plain.end()
+
+
+MOST_MODELS: Final = 24
+"""Of the session's process: each takes a tenth of a gigabyte, and there are other processes."""
 
 
 @pytest.fixture(scope="session")
 def plain_answers() -> Iterator[PlainAnswers]:
     """What unchanged vLLM tells of prompts, in a process that stays for the session."""
-    with plain_process() as answers:
+    with plain_process(most_models=MOST_MODELS) as answers:
         yield answers
 
 
