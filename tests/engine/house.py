@@ -187,6 +187,13 @@ class House:
         moved: int = transfer.trace().moved_bytes
         return moved
 
+    def forget_all(self) -> None:
+        """Have no engine hold anything, whatever a test left."""
+        for engine in self.engines.values():
+            for request in list(engine._scheduler.requests):
+                engine.forget(request)
+        self.idle()
+
     def idle(self) -> None:
         """No model holds anything: every slab is free again."""
         for engine in self.engines.values():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -325,6 +326,12 @@ def _words(numbers: torch.Tensor, dimension: int, order: tuple[int, ...]) -> tor
     packed = sum(eights[..., source] << (4 * place) for place, source in enumerate(order))
     assert isinstance(packed, torch.Tensor)
     return packed.movedim(-1, dimension).to(torch.uint32).view(torch.int32)
+
+
+def make_plain(folder: Path, names: Iterable[str]) -> None:
+    """Write small checkpoints that are not quantized, in a process of its own."""
+    command = [sys.executable, "-m", "tests.engine.quantizing", str(folder)]
+    subprocess.run([*command, *names], check=True, capture_output=True)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,14 @@ from appliance.engines.vllm.weights.integers import IntegersOrigin, Place
 from appliance.errors import CheckpointError
 from tests.configs import CONFIGS
 from tests.engine.house import PlainAnswers, make_house
-from tests.engine.quantizing import awq_config, gptq_config, multiply, quantize, w4a16_config
+from tests.engine.quantizing import (
+    awq_config,
+    gptq_config,
+    make_plain,
+    multiply,
+    quantize,
+    w4a16_config,
+)
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_microscaled import plain_experts
 from tests.engine.test_quantized import CONTEXT, DEVICES, answers, image, label, plain
@@ -59,8 +64,7 @@ Both = Callable[..., tuple[str, str]]
 def plain_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of small checkpoints that are not quantized."""
     folder = tmp_path_factory.mktemp("plain")
-    command = [sys.executable, "-m", "tests.engine.quantizing", str(folder)]
-    subprocess.run([*command, *SERVED.values()], check=True, capture_output=True)
+    make_plain(folder, SERVED.values())
     return folder
 
 

@@ -26,7 +26,14 @@ from appliance.vocabulary import Task
 from tests.configs import CONFIGS
 from tests.engine.house import POOL_SLABS, SLAB, House, PlainAnswers, Sampling, make_house
 from tests.engine.player import Player, prompts
-from tests.engine.quantizing import awq_config, gptq_config, quantize, w4a16_config, w8a8_config
+from tests.engine.quantizing import (
+    awq_config,
+    gptq_config,
+    make_plain,
+    quantize,
+    w4a16_config,
+    w8a8_config,
+)
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_pooling import BASELINE, pool
 
@@ -68,8 +75,7 @@ def label(config: dict[str, Any]) -> str:
 def plain_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of small checkpoints that are not quantized."""
     folder = tmp_path_factory.mktemp("plain")
-    command = [sys.executable, "-m", "tests.engine.quantizing", str(folder)]
-    subprocess.run([*command, *SERVED.values()], check=True, capture_output=True)
+    make_plain(folder, SERVED.values())
     return folder
 
 

@@ -67,10 +67,7 @@ def built(folder: Path) -> House:
 def house(built: House) -> Iterator[House]:
     """In which no model holds anything, before and after."""
     yield built
-    for engine in built.engines.values():
-        for request in list(engine._scheduler.requests):
-            engine.forget(request)
-    built.idle()
+    built.forget_all()
 
 
 @pytest.fixture(scope="module")

@@ -441,7 +441,7 @@ async def test_workers_are_told_what_the_files_have_to_be(
 
 
 async def test_the_next_worker_begins_with_it(box: Box, client: httpx.AsyncClient) -> None:
-    """One that dies while it is told of an adapter is not waited for."""
+    """One that dies after an order to load an adapter is not waited for."""
     box.workers[0].puts_adapters = False
     loading = asyncio.create_task(load(client, "legal"))
     async with asyncio.timeout(PATIENCE_SECONDS):
