@@ -47,6 +47,8 @@ _HEAD_IS_EMBEDDING: Final = frozenset(
 """Architectures that have no head, but use the embedding as one."""
 _POSITIONS: Final = ("seq_length", "max_seq_len", "model_max_length", "max_sequence_length")
 """Further names, as vLLM reads them."""
+_TRAINED: Final = "max_trained_positions"
+"""Of Nomic's encoders: longer prompts would be computed with embeddings of other bases."""
 _DENSE_DTYPE: Final = "float32"
 """Of dense layers behind the pooling, whatever the model is computed in."""
 _PADDED: Final = ("Roberta", "XLMRoberta")
@@ -219,6 +221,7 @@ def _max_positions(config: ModelConfig, *, pools: bool) -> int:
     """Tokens of the longest prompt. RoBERTa's positions begin behind that of padding. Of models
     that pool, the tokenizer and sentence-transformers may say less than config.json."""
     most = config.integer("max_position_embeddings", default=config.first(*_POSITIONS))
+    most = min(config.integer(key, default=most) for key in ("n_positions", _TRAINED))
     if config.architecture.startswith(_PADDED):
         padding = config.get("pad_token_id")
         most -= 1 + (padding if isinstance(padding, int) else 1)

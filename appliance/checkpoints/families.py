@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from appliance.checkpoints import encoders
 from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
@@ -68,8 +69,12 @@ ENCODERS: Final = frozenset(
         "BertForSequenceClassification",
         "BertModel",
         "Gemma3TextModel",
+        "GteModel",
+        "GteNewForSequenceClassification",
+        "GteNewModel",
         "ModernBertForSequenceClassification",
         "ModernBertModel",
+        "NomicBertModel",
         "RobertaForSequenceClassification",
         "RobertaModel",
         "XLMRobertaForSequenceClassification",
@@ -237,6 +242,16 @@ def _traits(config: ModelConfig) -> _Found:
             "are served",
             ANOTHER,
         )
+    return _settings(config)
+
+
+def _settings(config: ModelConfig) -> _Found:
+    """Of an encoder."""
+    name = config.architecture
+    if wrong := encoders.why_not(config):
+        return wrong, ANOTHER
+    if name in encoders.GTE:
+        return None
     positions = config.get("position_embedding_type")
     if positions is None and name == "XLMRobertaModel":
         return (

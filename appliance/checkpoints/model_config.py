@@ -15,6 +15,11 @@ import msgspec
 from appliance.errors import CheckpointError
 
 CONFIG: Final = "config.json"
+VLLM_NAMES: Final = {
+    "NewForSequenceClassification": "GteNewForSequenceClassification",
+    "NewModel": "GteNewModel",
+}
+"""What vLLM calls architectures that files call otherwise."""
 MOST: Final = 1 << 40
 """No number that a model is made of is as large."""
 
@@ -73,12 +78,12 @@ class ModelConfig:
 
     @property
     def architecture(self) -> str:
-        """The first one that the file names. Raises `CheckpointError` for what is no list of
-        names."""
+        """The first one that the file names, as vLLM calls it. Raises `CheckpointError` for what is
+        no list of names."""
         names = self.whole.get("architectures") or ["unknown"]
         if not (isinstance(names, list) and isinstance(names[0], str) and names[0].isidentifier()):
             raise CheckpointError(f"{self.path}/{CONFIG}: architectures is not a list of names")
-        return names[0]
+        return VLLM_NAMES.get(names[0], names[0])
 
     @property
     def is_encoder(self) -> bool:

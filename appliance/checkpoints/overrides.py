@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from appliance.checkpoints.encoders import NOMIC
 from appliance.checkpoints.language_models import MEDIA
+from appliance.checkpoints.model_config import VLLM_NAMES
 from appliance.checkpoints.quantized import quantization
 
 _OF_ALL: Final = (
@@ -23,6 +25,7 @@ def language_config(config: Any) -> Any:
     same one three times. And vLLM does not see that weights are floats of 8 or 4 bits.
     """
     quantization.forget(config)
+    _rename(config)
     (architecture, *_) = config.architectures or ("",)
     if architecture not in MEDIA:
         return config
@@ -40,6 +43,16 @@ def language_config(config: Any) -> Any:
             if key not in _SECTIONS
         }
     return text
+
+
+def _rename(config: Any) -> None:
+    """Have a configuration say what vLLM reads by the names that it has for it."""
+    config.architectures = [VLLM_NAMES.get(name, name) for name in config.architectures or ()]
+    if NOMIC in config.architectures:
+        # Transformers knows newer names only, and would take its defaults.
+        config.num_attention_heads = config.n_head
+        config.head_dim = config.n_embd // config.n_head
+        config.rope_parameters = {"rope_type": "default", "rope_theta": config.rotary_emb_base}
 
 
 def whole_config(config: Any) -> Any:

@@ -32,6 +32,14 @@ _ALIASES: Final = {
     "num_attention_heads": ("n_head", "n_heads"),
     "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len", "model_max_length"),
 }
+_IN_FILES: Final = {
+    "nomic_bert": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+    }
+}
+"""By type, names in published files that vLLM reads, though transformers has newer ones."""
 _PROBE: Final = 96
 """A value that no default has."""
 
@@ -68,6 +76,9 @@ def _types() -> list[tuple[str, dict[str, Any]]]:
     from transformers import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
+    from appliance.engines.vllm.configs.new import register_types
+
+    register_types()
     makers: dict[str, Callable[[], type[Any]]] = {}
     for registry in (CONFIG_MAPPING, _CONFIG_REGISTRY):
         makers |= {name: lambda r=registry, n=name: r[n] for name in registry}  # type: ignore[misc]
@@ -78,11 +89,14 @@ def known_type(config: type[Any]) -> dict[str, Any]:
     """Of a type of configuration of transformers: see `ModelType`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    names = _names(config)
+    from appliance.engines.vllm.configs.new import NewConfig
+
+    names, in_files = _names(config), _IN_FILES.get(config.model_type, {})
+    defaults = _defaults(config, names)
     found: dict[str, Any] = {
-        "names": names,
-        "defaults": _defaults(config, names),
-        "encoder": config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "names": names | in_files,
+        "defaults": {key: value for key, value in defaults.items() if key not in in_files},
+        "encoder": config.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, NewConfig.model_type),
         "mla": _is_mla(config.model_type),
         "unequal": _is_unequal(config),
     }

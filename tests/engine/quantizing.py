@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,7 +79,8 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
 
     file, settings = Path(path) / "model.safetensors", Path(path) / "config.json"
     method = config["quant_method"]
-    store = {"gptq": _gptq, "awq": _awq}.get(method) or _compress(config)
+    gptq = partial(_gptq, bits=config.get("bits", 4))
+    store = {"gptq": gptq, "awq": _awq}.get(method) or _compress(config)
     tensors: dict[str, torch.Tensor] = {}
     for name, values in load_file(file).items():
         stem = name.removesuffix("weight")
@@ -107,7 +109,8 @@ def multiply(path: str, multiplied: str) -> None:
     from safetensors.torch import load_file, save_file
 
     settings = json.loads((Path(path) / "config.json").read_text())
-    method = settings.pop("quantization_config")["quant_method"]
+    config = settings.pop("quantization_config")
+    method, bits = config["quant_method"], config.get("bits", 4)
     stored = load_file(Path(path) / "model.safetensors")
     products = {}
     for name, tensor in stored.items():
@@ -115,7 +118,8 @@ def multiply(path: str, multiplied: str) -> None:
         if name.endswith((".qweight", ".weight_packed")):
             scales = stored[f"{stem}.{'weight_scale' if 'packed' in name else 'scales'}"].float()
             if method == "gptq":
-                numbers, zeros = _numbers(tensor, 0, IN_ORDER), torch.full_like(scales, 8)
+                numbers = _numbers(tensor, 0, IN_ORDER[: 32 // bits])
+                zeros = torch.full_like(scales, 1 << (bits - 1))
             elif method == "awq":
                 numbers = _numbers(tensor, 1, AWQ_ORDER)
                 zeros = _numbers(stored[f"{stem}.qzeros"], 1, AWQ_ORDER)
@@ -140,7 +144,11 @@ def _numbers(words: torch.Tensor, dimension: int, order: tuple[int, ...]) -> tor
     """The numbers in words: what `_words` made them of."""
     import torch
 
-    places = [(words >> (4 * order.index(neighbour))) & 15 for neighbour in range(8)]
+    bits = 32 // len(order)
+    places = [
+        (words >> (bits * order.index(neighbour))) & ((1 << bits) - 1)
+        for neighbour in range(len(order))
+    ]
     return torch.stack(places, dimension + 1).flatten(dimension, dimension + 1)
 
 
@@ -253,17 +261,20 @@ def _reads(name: str) -> bool:
     return not _TOWERS.isdisjoint(name.split("."))
 
 
-def _gptq(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-    """Of a weight ``[in, out]``: symmetric, eight rows in a word."""
+def _gptq(weight: torch.Tensor, group: int, *, bits: int) -> dict[str, torch.Tensor]:
+    """Of a weight ``[in, out]``: symmetric, eight rows in a word, or four."""
     import torch
 
     rows, columns = weight.shape
     groups = weight.reshape(rows // group, group, columns)
-    scales = groups.abs().amax(1) / 7
-    numbers = (groups / scales[:, None]).round().clamp(-8, 7).to(torch.int64) + 8
+    middle = 1 << (bits - 1)
+    scales = groups.abs().amax(1) / (middle - 1)
+    numbers = (groups / scales[:, None]).round().clamp(-middle, middle - 1).to(torch.int64) + middle
+    zeros = 0x77777777 if bits == 4 else 0x7F7F7F7F
+    order = IN_ORDER[: 32 // bits]
     return {
-        "qweight": _words(numbers.reshape(rows, columns), 0, IN_ORDER),
-        "qzeros": torch.full((rows // group, columns // 8), 0x77777777, dtype=torch.int32),
+        "qweight": _words(numbers.reshape(rows, columns), 0, order),
+        "qzeros": torch.full((rows // group, columns * bits // 32), zeros, dtype=torch.int32),
         "scales": scales,
         "g_idx": (torch.arange(rows) // group).to(torch.int32),
     }
@@ -319,11 +330,11 @@ def _compress(config: dict[str, Any]) -> Callable[[torch.Tensor, int], dict[str,
 
 
 def _words(numbers: torch.Tensor, dimension: int, order: tuple[int, ...]) -> torch.Tensor:
-    """Eight numbers of four bits each, neighbours along a dimension, in each word."""
+    """Neighbours along a dimension, in each word: eight numbers of four bits, or four of eight."""
     import torch
 
-    eights = numbers.movedim(dimension, -1).unflatten(-1, (-1, 8))
-    packed = sum(eights[..., source] << (4 * place) for place, source in enumerate(order))
+    many, bits = numbers.movedim(dimension, -1).unflatten(-1, (-1, len(order))), 32 // len(order)
+    packed = sum(many[..., source] << (bits * place) for place, source in enumerate(order))
     assert isinstance(packed, torch.Tensor)
     return packed.movedim(-1, dimension).to(torch.uint32).view(torch.int32)
 

@@ -1,4 +1,5 @@
-"""Models with experts in integers of 4 bits: each is that of a checkpoint with the products."""
+"""Models with experts in integers of 4 bits, and models in 8 bits of GPTQ: each is that of a
+checkpoint with the products."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from appliance.checkpoints.families import base_architecture
-from appliance.checkpoints.quantized.quantization import EXPERTS_TRIED
+from appliance.checkpoints.quantized.quantization import EIGHT_BITS_TRIED, EXPERTS_TRIED
 from appliance.config.schema import Model
 from appliance.config.sizing import least, read_model
 from appliance.engines.vllm.weights.integers import IntegersOrigin, Place
@@ -36,7 +37,8 @@ __all__ = ["plain_experts"]
 SERVED = {
     architecture: name
     for name in FAMILIES
-    if (architecture := base_architecture(CONFIGS[name]["architectures"][0])) in EXPERTS_TRIED
+    if (architecture := base_architecture(CONFIGS[name]["architectures"][0]))
+    in EXPERTS_TRIED | EIGHT_BITS_TRIED
 }
 MIXTRAL = "MixtralForCausalLM"
 ROUTERS = {"ignore": ["lm_head", "re:.*gate$"]}
@@ -48,12 +50,14 @@ METHODS = [
     w4a16_config(32, symmetric=False) | ROUTERS,
     gptq_config(-1),
 ]
+EIGHT = gptq_config(32, bits=8)
 CASES = [
     *((MIXTRAL, config) for config in METHODS),
     *(
         (architecture, METHODS[n % 3])
         for n, architecture in enumerate(sorted(EXPERTS_TRIED - {MIXTRAL}))
     ),
+    *((architecture, EIGHT) for architecture in sorted(EIGHT_BITS_TRIED)),
 ]
 """One with each method, and the others with one in turn."""
 
@@ -105,12 +109,18 @@ def test_images_are_those_of_the_products(
     engine.retire()
 
 
-@pytest.mark.parametrize("config", METHODS[:3], ids=label)
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        pytest.param(a, c, id=f"{a}-{label(c)}")
+        for a, c in [*((MIXTRAL, config) for config in METHODS[:3]), ("Qwen2ForCausalLM", EIGHT)]
+    ],
+)
 def test_outputs_equal_plain_vllm_with_the_products(
-    both: Both, plain_experts: PlainAnswers, config: dict[str, Any]
+    both: Both, plain_experts: PlainAnswers, architecture: str, config: dict[str, Any]
 ) -> None:
     """With weights reloaded and KV swapped between every three tokens."""
-    name = SERVED[MIXTRAL]
+    name = SERVED[architecture]
     stored, products = both(name, config)
     house = make_house()
     house.build(name, stored, dtype="float32")
@@ -121,15 +131,28 @@ def test_outputs_equal_plain_vllm_with_the_products(
     assert len(set(found[-1])) > 2, "it says the same token again and again"
 
 
-def test_vllm_has_no_kernel_for_them_here(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM itself says of such a checkpoint on a CPU without AMX."""
-    if torch.cpu._is_amx_tile_supported():
+@pytest.mark.parametrize(
+    ("architecture", "config", "why"),
+    [
+        (MIXTRAL, METHODS[0], "No WNA16 MoE backend"),
+        ("LlamaForCausalLM", EIGHT, "does not support weight_bits = uint8b128"),
+    ],
+)
+def test_vllm_has_no_kernel_for_them_here(
+    both: Both,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    config: dict[str, Any],
+    why: str,
+) -> None:
+    """What vLLM itself says of such a checkpoint on a CPU; of experts, on one without AMX."""
+    if architecture == MIXTRAL and torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU has AMX")
     monkeypatch.setattr("appliance.checkpoints.quantized.quantization.forget", lambda config: None)
-    name = SERVED[MIXTRAL]
-    stored, _ = both(name, METHODS[0])
+    name = SERVED[architecture]
+    stored, _ = both(name, config)
 
-    with pytest.raises(NotImplementedError, match="No WNA16 MoE backend"):
+    with pytest.raises((NotImplementedError, ValueError), match=why):
         make_house().build(name, stored, dtype="bfloat16")
 
 
@@ -151,7 +174,7 @@ def test_small_pieces(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.rmtree(Path(products).parent)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["gptq", "gptq 8", "awq", "compressed-tensors"])
 @pytest.mark.parametrize(("first", "count"), [(0, 1024), (3, 1), (31, 2), (64, 32), (300, 700)])
 def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
     """Pieces begin anywhere in a row, and in a word."""
@@ -159,6 +182,7 @@ def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
     rows, columns, groups = 16, 64, 2
     layouts: dict[str, list[tuple[int, int] | None]] = {
         "gptq": [(columns // 8, rows), (groups, rows), None],
+        "gptq 8": [(columns // 4, rows), (groups, rows), None],
         "awq": [(columns, rows // 8), (groups, rows), (groups, rows // 8)],
         "compressed-tensors": [(rows, columns // 8), (rows, groups), (rows // 8, groups)],
     }
@@ -177,7 +201,9 @@ def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
     words, scales, zeros = places
     assert words
     assert scales
-    origin = IntegersOrigin("a", method, (rows, columns), words, scales, zeros)
+    method, _, eight = method.partition(" ")
+    each = 4 if eight else 8
+    origin = IntegersOrigin("a", method, (rows, columns), words, scales, zeros, each)
 
     def read(use: str, file: int, offset: int, nbytes: int) -> torch.Tensor:
         return files[file].flatten().view(torch.uint8)
@@ -205,4 +231,4 @@ def test_products_that_are_no_numbers(both: Both, scale: float, dtype: Any) -> N
 
 
 def test_all_that_is_said_to_be_tried_is() -> None:
-    assert set(SERVED) == EXPERTS_TRIED
+    assert set(SERVED) == EXPERTS_TRIED | EIGHT_BITS_TRIED

@@ -64,7 +64,8 @@ CASES = [
 
 def label(config: dict[str, Any]) -> str:
     if "config_groups" not in config:
-        return f"{config['quant_method']}-{config['group_size']}"
+        bits = "" if config["bits"] == 4 else f"{config['bits']}-"
+        return f"{config['quant_method']}-{bits}{config['group_size']}"
     (group,) = config["config_groups"].values()
     weights = group["weights"]
     zeros = "" if weights["symmetric"] else "-zeros"

@@ -1,8 +1,10 @@
-"""Models with experts whose weights are integers of 4 bits: GPTQ, AWQ, compressed-tensors' W4A16.
+"""Models with experts whose weights are integers of 4 bits (GPTQ, AWQ, compressed-tensors' W4A16),
+and models whose weights are integers of 8 bits (GPTQ).
 
-vLLM's CPU kernel for such experts needs AMX. So the whole model is served as if its checkpoint had
-the products, (number - zero) * scale, in the type that it is computed in. Which tensors a layer has
-is said in the modules `quantization` and `compressed_tensors` of this package.
+vLLM's CPU kernel for such experts needs AMX, and it has none for 8 bits. So the whole model is
+served as if its checkpoint had the products, (number - zero) * scale, in the type that it is
+computed in. Which tensors a layer has is said in the modules `quantization` and
+`compressed_tensors` of this package.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from appliance.checkpoints.quantized import compressed_tensors
 from appliance.checkpoints.safetensors import TensorEntry
 
 NUMBERS: Final = 8
-"""Weights in a word of 32 bits."""
+"""Weights of 4 bits in a word of 32."""
 GPTQ: Final = "gptq"
 AWQ: Final = "awq"
 _INTEGERS: Final = "I32"
@@ -55,13 +57,37 @@ class Layer(NamedTuple):
     words: TensorEntry
     scales: TensorEntry
     zeros: TensorEntry | None
-    """None if 8 is the zero of all."""
+    """None if the middle is the zero of all: 8, or 128."""
     shape: tuple[int, int]
+    each: int
+    """Weights in a word."""
+
+
+class Words(NamedTuple):
+    """How the tensors of a checkpoint lie that has `each` weights in a word."""
+
+    each: int
+
+    def unused(self, tensors: Iterable[TensorEntry], /) -> set[str]:
+        return unused(tensors)
+
+    def numbers(self, tensor: TensorEntry, /) -> int:
+        return math.prod(tensor.shape) * (self.each if tensor.name.endswith(_WORDS) else 1)
+
+    def widened(self, tensors: Iterable[TensorEntry], element: int, /) -> int:
+        words = (tensor for tensor in tensors if tensor.name.endswith(_WORDS))
+        return sum(self.numbers(tensor) * element - tensor.nbytes for tensor in words)
+
+
+def per_word(found: Mapping[str, Any]) -> int:
+    """Weights in a word of 32 bits, by a ``quantization_config`` of integers."""
+    eight = found.get("quant_method") == GPTQ and found.get("bits") == 8
+    return NUMBERS // 2 if eight else NUMBERS
 
 
 def is_of(found: Mapping[str, Any]) -> bool:
-    """Whether this ``quantization_config`` is of weights in integers of 4 bits, as far as the
-    method says."""
+    """Whether this ``quantization_config`` is of weights in integers in words, as far as the method
+    says."""
     if found.get("quant_method") != compressed_tensors.METHOD:
         return found.get("quant_method") in (GPTQ, AWQ)
     if compressed_tensors.why_not_whole(dict(found)):
@@ -96,7 +122,7 @@ def layer(
     own, stem = _endings(found), words.name.rpartition(".")[0]
     scales, zeros = known.get(stem + own.scales), known.get(stem + own.zeros)
     method = found["quant_method"]
-    if method == GPTQ:  # 8 is the zero of all, whatever is stored
+    if method == GPTQ:  # the middle is the zero of all, whatever is stored
         zeros = None
     if scales is None or (zeros is None and method == AWQ):
         return None
@@ -105,12 +131,13 @@ def layer(
     if any(one.dtype not in kinds or len(one.shape) != 2 for one, kinds in types):
         return None
     rows, columns = words.shape
-    shape = (rows, columns * NUMBERS)
+    each = per_word(found)
+    shape = (rows, columns * each)
     if method == GPTQ:
-        shape = (columns, rows * NUMBERS)
+        shape = (columns, rows * each)
     elif method == AWQ:
-        shape = (columns * NUMBERS, rows)
-    return Layer(f"{stem}.weight", words, scales, zeros, shape)
+        shape = (columns * each, rows)
+    return Layer(f"{stem}.weight", words, scales, zeros, shape, each)
 
 
 def is_unused(found: Mapping[str, Any], name: str) -> bool:
@@ -138,14 +165,3 @@ def unused(tensors: Iterable[TensorEntry]) -> set[str]:
         if _is_unused(name, besides)
         or (name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in names)
     }
-
-
-def numbers(tensor: TensorEntry) -> int:
-    """Weights that are in a tensor."""
-    return math.prod(tensor.shape) * (NUMBERS if tensor.name.endswith(_WORDS) else 1)
-
-
-def widened(tensors: Iterable[TensorEntry], element: int) -> int:
-    """Bytes that the products take besides, of `element` bytes each."""
-    words = (tensor for tensor in tensors if tensor.name.endswith(_WORDS))
-    return sum(numbers(tensor) * element - tensor.nbytes for tensor in words)

@@ -2,7 +2,7 @@
 
 Integers of compressed-tensors are (`compressed_tensors`), floats of 8 and of 4 bits (`floats`,
 `microscaled`), and GPTQ and AWQ in 4 bits, as vLLM's CPU kernel computes with them, or with experts
-as their products (`integers`); all of them modules of this package:
+or 8 bits as their products (`integers`); all of them modules of this package:
 
     NAME.qweight  int32, eight numbers in each      GPTQ [in / 8, out]        AWQ [in, out / 8]
     NAME.scales   a factor for each group of rows   [in / group, out]
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
 from appliance.checkpoints.language_models import (
+    MEDIA,
     computed_architecture,
     language_layer,
     served_architecture,
@@ -100,6 +101,10 @@ EXPERTS_TRIED: Final = frozenset(
 """Architectures with experts that `tests/engine/test_integers.py` serves with weights in 4 bits."""
 
 
+EIGHT_BITS_TRIED: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Architectures that `tests/engine/test_integers.py` serves with weights in 8 bits of GPTQ."""
+
+
 class _Products(Protocol):
     """How the tensors of a checkpoint lie whose weights are multiplied as they are read."""
 
@@ -122,7 +127,8 @@ def quantization(config: ModelConfig) -> dict[str, Any] | None:
 
 def multiplied(config: ModelConfig) -> dict[str, Any] | None:
     """What the file says of weights that are multiplied by their factors as they are read: floats
-    of 8 or 4 bits, and all weights in 4 bits of a model with experts. None if they are not."""
+    of 8 or 4 bits, weights in 4 bits of a model with experts, and GPTQ's in 8. None if they are
+    not."""
     return said(config) if _products(config) is not None else None
 
 
@@ -133,6 +139,8 @@ def tried(config: ModelConfig) -> frozenset[str]:
         return FLOATS_TRIED
     if microscaled.is_of(found):
         return MICROSCALED_TRIED
+    if _has_eight_bits(found):
+        return frozenset() if config.architecture in MEDIA else EIGHT_BITS_TRIED
     return TRIED | EXPERTS_TRIED if integers.is_of(found) else TRIED
 
 
@@ -163,7 +171,14 @@ def _multiplying(found: Mapping[str, Any], architecture: str) -> _Products | Non
         return floats
     if microscaled.is_of(found):
         return microscaled
-    return integers if architecture in EXPERTS_TRIED and integers.is_of(found) else None
+    architectures = EIGHT_BITS_TRIED if _has_eight_bits(found) else EXPERTS_TRIED
+    if architecture not in architectures or not integers.is_of(found):
+        return None
+    return integers.Words(integers.per_word(found))
+
+
+def _has_eight_bits(found: Mapping[str, Any]) -> bool:
+    return integers.per_word(found) != NUMBERS
 
 
 def said(config: ModelConfig) -> dict[str, Any] | None:
@@ -188,6 +203,11 @@ _SAID_IN: Final = ("quantization_config", "compression_config")
 """Where a file says it: the first that is there holds."""
 _LEFT_OUT_NAMES: Final = ("ignore", "modules_to_not_convert")
 """Lists of layers that are not quantized."""
+
+
+def lies_in_words(config: ModelConfig) -> bool:
+    """Whether weights are integers in words, and are multiplied as they are read."""
+    return isinstance(_products(config), integers.Words)
 
 
 def rounds_activations(config: ModelConfig) -> bool:
@@ -259,8 +279,10 @@ def _why_not(method: str, found: dict[str, Any]) -> str | None:
             return f"config.json does not say {names[-1]}"
         if type(said[key]) is not (bool if key == "zeros" else int):
             return f"{names[-1]} is {said[key]!r}"
-    if said["bits"] != 4:
-        return f"{said['bits']} bits, not 4, for which vLLM has no kernel on CPUs"
+    bits = (4, 8) if method == integers.GPTQ else (4,)
+    if said["bits"] not in bits:
+        known = " or ".join(map(str, bits))
+        return f"{said['bits']} bits, not {known}, for which vLLM has no kernel on CPUs"
     if said["group_size"] not in GROUP_SIZES:
         sizes = ", ".join(map(str, GROUP_SIZES))
         return f"groups of {said['group_size']} rows, not one of {sizes}"
@@ -346,7 +368,8 @@ def _why_not_layer(
         return f"{words.name} is quantized, and config.json says that it is not"
     gptq = method_of(found) == "gptq"
     rows, columns = words.shape
-    rows, columns = (rows * NUMBERS, columns) if gptq else (rows, columns * NUMBERS)
+    each = integers.per_word(found)
+    rows, columns = (rows * each, columns) if gptq else (rows, columns * each)
     if not rows or not columns or rows % _MULTIPLE or columns % _MULTIPLE:
         return (
             f"{words.name} has {rows} rows and {columns} columns, which are no multiples of "
@@ -356,7 +379,7 @@ def _why_not_layer(
     group = rows if size == -1 else size
     if rows % group:
         return f"{words.name} has {rows} rows, which are no multiple of its groups of {group}"
-    wanted = {"scales": (rows // group, columns), "qzeros": (rows // group, columns // NUMBERS)}
+    wanted = {"scales": (rows // group, columns), "qzeros": (rows // group, columns // each)}
     for own, shape in wanted.items():
         tensor = known.get(f"{layer}{own}")
         if tensor is None or tuple(tensor.shape) != shape:

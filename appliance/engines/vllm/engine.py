@@ -60,6 +60,7 @@ from appliance.engines.protocol import (
     SequenceSpec,
     Verdict,
 )
+from appliance.engines.vllm.configs.new import register_types
 from appliance.engines.vllm.device import Device, HostDevice, attention
 from appliance.engines.vllm.drafts.ngram import Drafts, draft_args
 from appliance.engines.vllm.executor import RankExecutor, ensure_expert_group
@@ -562,6 +563,7 @@ def _configure(
     """vLLM's configuration of an engine: `chosen` for it, the rest follows from the model. Raises
     `UnsupportedPooling`."""
     parameters.forbid_packing()
+    register_types()
     encoder = task is not Task.GENERATE and checkpoint.is_encoder
     whole = chosen["max_model_len"] if encoder else 0
     config = EngineArgs(

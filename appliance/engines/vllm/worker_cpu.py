@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from appliance.engines.vllm.layers.nomic import mend_nomic_experts
 from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
 from appliance.engines.vllm.worker import InArena
 
+mend_nomic_experts()
 mend_rotary_embeddings()
 
 

@@ -27,6 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from appliance.checkpoints.language_models import processor_template
 from appliance.checkpoints.overrides import language_config, whole_config
+from appliance.engines.vllm.configs.new import register_types
 from appliance.frontend.core import Core
 from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
@@ -249,6 +250,7 @@ def _but_adapters(model: FrontModel) -> FrontModel:
 def configuration(args: Namespace, *, adapters: bool = False) -> VllmConfig:
     """As vLLM's own server without a GPU makes it: no device is asked for, nothing is reserved."""
     envs.VLLM_CPU_KVCACHE_SPACE = 0
+    register_types()
     engine = AsyncEngineArgs.from_cli_args(args)
     model_config = engine.create_model_config()
     model_config.quantization = None  # kernels are the workers' concern

@@ -233,6 +233,7 @@ def test_layers_of_quantized_bases_have_the_shapes_of_their_weights(
     [
         ({"architectures": ["OPTForCausalLM"]}, {}, "adapters of OPTForCausalLM"),
         ({"quantization_config": w8a8_config()}, {}, "activations in 8 bits"),
+        ({"quantization_config": gptq_config(32, bits=8)}, {}, "adapters of integers that are"),
         ({}, {"task": Task.EMBED}, "that pool"),
         ({}, {"ranks": 2}, "several ranks"),
         ({}, {"cuda": True}, "on the CPU only"),

@@ -23,6 +23,7 @@ from tests.engine.quantizing import w4a16_config, w8a8_config
 Make = Callable[..., Path]
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+EIGHT = {**GPTQ, "bits": 8}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 ROWS, COLUMNS = 256, 64
 LAYER = "model.layers.0.block_sparse_moe.experts.0.w1"
@@ -34,6 +35,7 @@ LAYER = "model.layers.0.block_sparse_moe.experts.0.w1"
         GPTQ,
         {**GPTQ, "group_size": 32, "checkpoint_format": "gptq_v2"},
         {**GPTQ, "group_size": -1, "desc_act": True},
+        EIGHT,
         {**GPTQ, "dynamic": {"-:.*gate.*": {}, r"-:^model\.layers\.0.*$": {}}},
         AWQ,
         {**AWQ, "version": "GEMM", "modules_to_not_convert": None},
@@ -47,8 +49,7 @@ def test_what_is_served(fake_checkpoint: Make, quantization: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({**GPTQ, "bits": 8}, r"\(gptq: 8 bits, not 4, for which vLLM has no kernel on CPUs\)"),
-        ({**GPTQ, "bits": 3}, r"\(gptq: 3 bits, not 4, "),
+        ({**GPTQ, "bits": 3}, r"\(gptq: 3 bits, not 4 or 8, for which vLLM has no kernel on CPUs"),
         ({**GPTQ, "group_size": 16}, r"groups of 16 rows, not one of -1, 32, 64, 128"),
         ({**GPTQ, "sym": False}, "not symmetric"),
         ({**GPTQ, "desc_act": True}, "desc_act"),
@@ -99,6 +100,8 @@ def test_what_is_not(fake_checkpoint: Make, quantization: dict[str, Any], reason
     ("kind", "architecture", "quantization"),
     [
         ("olmoe", "OlmoeForCausalLM", GPTQ),
+        ("phi3", "Phi3ForCausalLM", EIGHT),
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", EIGHT),
         ("mixtral", "MixtralForCausalLM", w8a8_config()),
     ],
 )
@@ -238,6 +241,23 @@ def test_tensors_of_another_method(
 
     with pytest.raises(UnsupportedModel, match=reason):
         read_checkpoint("tiny", path)
+
+
+def test_eight_bits_take_the_room_of_their_products(fake_checkpoint: Make) -> None:
+    """Four are in a word."""
+    groups = ROWS // 128
+    shapes = {
+        "l.qweight": ((ROWS // 4, COLUMNS), np.int32),
+        "l.qzeros": ((groups, COLUMNS // 4), np.int32),
+        "l.scales": ((groups, COLUMNS), np.float16),
+        "l.g_idx": ((ROWS,), np.int32),
+    }
+    path = store(fake_checkpoint(quantization_config=EIGHT, torch_dtype="bfloat16"), shapes)
+
+    found = read_checkpoint("tiny", path, "bfloat16")
+
+    assert found.parameters == ROWS * COLUMNS
+    assert found.weight_bytes == 2 * ROWS * COLUMNS
 
 
 @pytest.mark.parametrize("quantization", [GPTQ, AWQ])

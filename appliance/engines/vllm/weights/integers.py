@@ -1,4 +1,4 @@
-"""Weights that a file has in integers of 4 bits, as products: (number - zero) * scale.
+"""Weights that a file has in integers of 4 or 8 bits, as products: (number - zero) * scale.
 
     qweight [256, 768] int32, scales [16, 768] float16  ->  weight [768, 2048] float32
 
@@ -25,8 +25,6 @@ DTYPE: Final = torch.float32
 
 _AWQ_PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where each of eight neighbours lies in a word."""
-_MIDDLE: Final = 8
-"""What is zero where no zeros are stored."""
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -49,6 +47,8 @@ class IntegersOrigin(NamedTuple):
     words: Place
     scales: Place
     zeros: Place | None
+    each: int = NUMBERS
+    """Numbers in a word."""
     version: int = VERSION
 
     def ranges(self, first: int, count: int) -> list[tuple[int, int, int]]:
@@ -68,15 +68,16 @@ class IntegersOrigin(NamedTuple):
         }
         inside = self.shape[1]
         top, bottom = first // inside, -(-(first + count) // inside)
-        scales, numbers, zeros = _outputs(self.method, found, top, bottom)
+        scales, numbers, zeros = _outputs(self.method, found, top, bottom, self.each)
         grouped = numbers.view(bottom - top, scales.shape[1], -1)
-        grouped.sub_(_MIDDLE if zeros is None else zeros[..., None]).mul_(scales[..., None])
+        middle = 1 << (32 // self.each - 1)  # what is zero where no zeros are stored
+        grouped.sub_(middle if zeros is None else zeros[..., None]).mul_(scales[..., None])
         skipped = first - top * inside
         return grouped.flatten()[skipped : skipped + count]
 
 
 def _outputs(
-    method: str, found: dict[str, torch.Tensor], top: int, bottom: int
+    method: str, found: dict[str, torch.Tensor], top: int, bottom: int, each: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Of some outputs, each a row: the scales of their groups, their numbers, and the zeros of
     their groups, if these are stored. Eight outputs share a word of AWQ's, and of zeros."""
@@ -90,10 +91,17 @@ def _outputs(
         zeros = _numbers(zeros[:, first:last]).view(len(zeros), -1, NUMBERS)[:, :, _AWQ_PLACES]
         return scales[:, top:bottom].t().float(), numbers, zeros.flatten(1)[:, own].t()
     if method == integers.GPTQ:
-        return scales[:, top:bottom].t().float(), _numbers(words[:, top:bottom].t()), None
+        own_words = words[:, top:bottom].t()
+        numbers = _numbers(own_words) if each == NUMBERS else _bytes(own_words)
+        return scales[:, top:bottom].t().float(), numbers, None
     if zeros is not None:
         zeros = _numbers(zeros[first:last].t()).view(zeros.shape[1], -1)[:, own].t()
     return scales[top:bottom].float(), _numbers(words[top:bottom]), zeros
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """The four numbers of 8 bits of each word, as `_numbers`."""
+    return words.contiguous().flatten().view(torch.uint8).to(DTYPE)
 
 
 def _numbers(words: torch.Tensor) -> torch.Tensor:
@@ -121,4 +129,4 @@ def origin_of(method: str, layer: integers.Layer, files: dict[str, int]) -> Inte
 
     zeros = None if layer.zeros is None else place(layer.zeros)
     words, scales = place(layer.words), place(layer.scales)
-    return IntegersOrigin(layer.name, method, layer.shape, words, scales, zeros)
+    return IntegersOrigin(layer.name, method, layer.shape, words, scales, zeros, layer.each)

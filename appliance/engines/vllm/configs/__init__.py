@@ -1,0 +1,1 @@
+"""Configurations of checkpoints that transformers would read with code of the checkpoint."""

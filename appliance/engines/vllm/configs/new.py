@@ -1,0 +1,21 @@
+"""The type ``new``: GTE as its authors publish it, with code for the configuration as well.
+
+Transformers has the model by now, with the same keys, under the type ``gte``. vLLM has a class for
+either name of it, and asks for this one by the name of its configuration.
+"""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, GteConfig
+
+
+class NewConfig(GteConfig):  # type: ignore[no-untyped-call]
+    """As the published code calls it."""
+
+    model_type = "new"
+
+
+def register_types() -> None:
+    """Have transformers read such files with this class, and no other code; call before a
+    configuration or a tokenizer is read. Idempotent."""
+    AutoConfig.register(NewConfig.model_type, NewConfig, exist_ok=True)
