@@ -9,7 +9,7 @@ are in `TRIED`, `ENCODERS` and `MEDIA` (docs/models.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from appliance.checkpoints import encoders
@@ -224,10 +224,7 @@ def _traits(config: ModelConfig) -> _Found:
     if "libraries" in traits:
         return f"vLLM needs libraries for {name} that are not installed", ANOTHER
     if "media" in traits and name not in MEDIA:
-        return (
-            f"{name} reads images or sound, which is not supported yet; no test serves its text",
-            TEXT,
-        )
+        return _why_no_media(name, traits), TEXT
     if not served_architecture(config):
         return (
             f"{name} reads images, which is not supported yet, and no test serves its text with a "
@@ -261,6 +258,20 @@ def _settings(config: ModelConfig) -> _Found:
     if positions not in (None, "absolute"):
         return f"positions of {name} are {positions}: only absolute ones are served", ANOTHER
     return None
+
+
+def _why_no_media(architecture: str, traits: Collection[str]) -> str:
+    """Why a model is refused that reads something besides text."""
+    read = " and ".join(kind for kind in ("images", "sound") if kind in traits) or "images or sound"
+    no_sound = ", and the API takes no sound" if "sound" in traits else ""
+    if "cross" in traits:
+        return (
+            f"{architecture} attends to what an encoder makes of {read} (cross attention), which "
+            f"no engine keeps{no_sound}"
+        )
+    if no_sound:
+        return f"{architecture} reads {read}{no_sound}; no test serves its text"
+    return f"{architecture} reads {read}, which is not supported yet; no test serves its text"
 
 
 def _pools(config: ModelConfig) -> _Found:

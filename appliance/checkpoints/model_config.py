@@ -45,8 +45,9 @@ class KnownModels(msgspec.Struct, frozen=True):
 
     architectures: dict[str, tuple[str, ...]]
     """What is special about each: `state` (layers keep something else than keys and values),
-    `media` (it reads images or sound as well), `pooling` (it does not generate), `libraries` (vLLM
-    needs some for it that are not installed)."""
+    `media` (it reads images or sound as well: `images`, `sound`, as far as that is known), `cross`
+    (its decoder attends to what an encoder made of them), `pooling` (it does not generate),
+    `libraries` (vLLM needs some for it that are not installed)."""
     endings: tuple[str, ...]
     """Of the names of architectures, in the order in which vLLM replaces one by another."""
     types: dict[str, ModelType]

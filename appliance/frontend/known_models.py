@@ -12,6 +12,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from importlib.util import find_spec
+from inspect import getsource
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -50,15 +53,16 @@ def known_models() -> dict[str, Any]:
     from vllm.model_executor.models.registry import ModelRegistry
 
     endings = [ending for ending, _ in iter_architecture_defaults()]
-    traits = {name: _traits(name) for name in sorted(ModelRegistry.models)}
+    traits = {name: known_traits(name) for name in sorted(ModelRegistry.models)}
     return {"endings": endings, "architectures": traits, "types": dict(_types())}
 
 
-def _traits(architecture: str) -> list[str]:
+def known_traits(architecture: str) -> list[str]:
+    """What is special about one of vLLM's: see `KnownModels.architectures`."""
     from vllm.model_executor.models import registry
 
     if architecture in registry._MULTIMODAL_MODELS:
-        return ["media"]  # not all of these can be imported: some need libraries for images
+        return _media(architecture)  # not all of these can be imported: some need libraries
     try:
         model = registry.ModelRegistry.models[architecture].load_model_cls()
     except ImportError:
@@ -67,9 +71,30 @@ def _traits(architecture: str) -> list[str]:
     found = {
         "pooling": not info.is_text_generation_model,
         "state": info.has_inner_state or info.is_attention_free or info.is_hybrid,
-        "media": info.supports_multimodal or info.supports_transcription,
     }
-    return [name for name, has in found.items() if has]
+    media = info.supports_multimodal or info.supports_transcription
+    return [name for name, has in found.items() if has] + (_media(architecture) if media else [])
+
+
+def _media(architecture: str) -> list[str]:
+    """Of one that reads images or sound: which of them, as far as its source says so."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model: Any = ModelRegistry.models[architecture]
+    spec = find_spec(model.module_name)
+    assert spec is not None
+    assert spec.origin is not None
+    module = Path(spec.origin).read_text(encoding="utf-8")
+    try:
+        limits = getsource(model.load_model_cls()._processor_factory.info.get_supported_mm_limits)
+    except (ImportError, AttributeError):
+        limits = module
+    found = {
+        "images": '"image"' in limits or '"video"' in limits,
+        "sound": '"audio"' in limits,
+        "cross": "EncDecMultiModalProcessor" in module,
+    }
+    return ["media", *(name for name, has in found.items() if has)]
 
 
 def _types() -> list[tuple[str, dict[str, Any]]]:

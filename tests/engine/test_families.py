@@ -147,7 +147,7 @@ def test_names_of_architectures_and_types_are_those_of_vllm() -> None:
     from vllm.config.model import iter_architecture_defaults
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from appliance.frontend.known_models import known_type
+    from appliance.frontend.known_models import known_traits, known_type
 
     known = known_models()
     assert set(known.architectures) == set(ModelRegistry.models)
@@ -156,6 +156,9 @@ def test_names_of_architectures_and_types_are_those_of_vllm() -> None:
     for model_type in ("gemma3", "gemma3_text", "gpt2", "llama", "mixtral", "qwen3"):
         found = msgspec.convert(known_type(CONFIG_MAPPING[model_type]), ModelType)
         assert found == known.types[model_type]
+    for name in ("Gemma3n", "NemotronParse", "Voxtral", "Whisper"):
+        name += "ForConditionalGeneration"
+        assert tuple(known_traits(name)) == known.architectures[name]
 
 
 def test_all_that_is_said_to_be_tried_is() -> None:

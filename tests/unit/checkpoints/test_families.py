@@ -125,6 +125,22 @@ def test_what_is_not_served_is_named(
         read_checkpoint("tiny", fake_checkpoint(**changes))
 
 
+def test_what_reads_sound_is_refused_for_that(fake_checkpoint: Make) -> None:
+    """All of vLLM's that do; cross attention is named as well, also of what reads images."""
+    known = known_models().architectures
+    heard = {name for name, traits in known.items() if "sound" in traits}
+    assert heard >= {"CohereAsrForConditionalGeneration", "MiniCPMO", "VoxtralRealtimeGeneration"}
+
+    for name in heard | {name for name, traits in known.items() if "cross" in traits}:
+        with pytest.raises(UnsupportedModel) as caught:
+            read_checkpoint("tiny", fake_checkpoint(name, architectures=[name]))
+
+        assert name in caught.value.wrong
+        assert ("the API takes no sound" in caught.value.wrong) == (name in heard)
+        assert ("(cross attention)" in caught.value.wrong) == ("cross" in known[name])
+        assert caught.value.remedy.startswith("take a checkpoint of a model that reads text")
+
+
 @pytest.mark.parametrize("name", NOT_ON_CPU)
 def test_what_is_computed_on_gpus_only(tmp_path: Path, name: str) -> None:
     """A pull does not know the device; a check of the configuration does."""

@@ -166,7 +166,7 @@ def test_a_check_of_the_configuration_says_that_images_are_refused(
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     (problem,) = caught.value.problems
-    assert "LlavaNextForConditionalGeneration reads images or sound" in problem.wrong
+    assert "LlavaNextForConditionalGeneration reads images, which is not supported" in problem.wrong
     assert problem.remedy.startswith("take a checkpoint")
 
 
