@@ -16,13 +16,23 @@ NOT_ON_CPU: Final = {
     "jamba-v0.1": "no test computes on the CPU",
     "kimi-linear-48b-a3b": "no test computes on the CPU",
     "mamba-2.8b-hf": "no test computes on the CPU",
+    "step-3.5-flash-bf16": "swiglu_limits.*no kernel on CPUs",
 }
 """Refused on the CPU only, with words of the reason."""
 
 REFUSED: Final = {
+    "dbrx-instruct": "experts that vLLM 0.32 does not load",
+    "longcat-flash-chat": "attends twice in each layer",
+    "dots.llm1.inst": "no architecture Dots1ForCausalLM",
+    "internlm3-8b-instruct": "only be read with code",
+    "ling-mini-2.0": "only be read with code",
+    "llama-3.3-nemotron-super-49b-v1": "only be read with code",
+    "mpt-7b": "no architecture MPTForCausalLM",
+    "persimmon-8b-chat": "no architecture PersimmonForCausalLM",
+    "solar-pro-preview-instruct": "only be read with code",
+    "mimo-v2-flash-bf16": "keys and values of different sizes",
     "exaone-3.5-7.8b": "only be read with code",
     "internlm2-chat-7b": "only be read with code",
-    "minimax-m2": "no test serves MiniMaxM2ForCausalLM with weights",
     "mistral-7b-instruct-v0.3-quantized.w8a16": "no kernel on CPUs that multiplies 8 bits",
     "llama-3.1-8b-bnb-4bit": "quantized",
     "gemma-3n-e4b-it": "reads images and sound, and the API takes no sound; no test",

@@ -23,14 +23,25 @@ from appliance.platform.cpus import computes_linear_attention
 
 TRIED: Final = frozenset(
     {
+        "AfmoeForCausalLM",
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "BloomForCausalLM",
         "Cohere2ForCausalLM",
         "CohereForCausalLM",
+        "CwmForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
         "Exaone4ForCausalLM",
+        "ExaoneMoEForCausalLM",
         "FalconForCausalLM",
         "FalconH1ForCausalLM",
+        "FlexOlmoForCausalLM",
         "GPT2LMHeadModel",
+        "GPTBigCodeForCausalLM",
+        "GPTJForCausalLM",
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
@@ -38,25 +49,36 @@ TRIED: Final = frozenset(
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
         "Glm4MoeLiteForCausalLM",
+        "GlmForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeHybridForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "Jais2ForCausalLM",
         "Lfm2ForCausalLM",
         "LlamaForCausalLM",
+        "MiniCPM3ForCausalLM",
+        "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
+        "NemotronForCausalLM",
         "NemotronHForCausalLM",
         "OPTForCausalLM",
         "Olmo2ForCausalLM",
         "Olmo3ForCausalLM",
+        "OlmoForCausalLM",
         "OlmoeForCausalLM",
         "Phi3ForCausalLM",
+        "PhiForCausalLM",
+        "PhiMoEForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
+        "SeedOssForCausalLM",
         "SmolLM3ForCausalLM",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
@@ -144,6 +166,13 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
             f"{config.path}: quantized weights ({method}) are not served by several ranks yet",
             "take devices.tensor_parallel = 1",
         )
+    limits = config.get("swiglu_limits")  # Step 3.5
+    if isinstance(limits, list) and any(limits):
+        raise UnsupportedModel(
+            f"{config.path}: {name} bounds what its experts compute (swiglu_limits), for which "
+            "vLLM has no kernel on CPUs",
+            ANOTHER,
+        )
     if keeps_state(config) and TRIED.isdisjoint((name, base_architecture(name) or "")):
         raise UnsupportedModel(
             f"{config.path}: layers of {name} keep a state, which no test computes on the CPU",
@@ -191,6 +220,12 @@ def is_tried(config: ModelConfig) -> bool:
 
 _Found = tuple[str, str] | None
 """What is wrong, and the remedy."""
+
+
+def _not_served(config: ModelConfig) -> _Found:
+    name = config.architecture
+    reason = _NOT_SERVED.get(name)
+    return (f"{name} {reason}", ANOTHER) if reason else None
 
 
 def _quantized(config: ModelConfig) -> _Found:
@@ -297,17 +332,26 @@ def _unequal(config: ModelConfig) -> _Found:
     if chunk and (not isinstance(chunk, int) or chunk % CHUNK_MULTIPLE):
         wrong = f"attention_chunk_size is {chunk!r}, which is no multiple of {CHUNK_MULTIPLE}"
         return wrong, ANOTHER
-    if config.model_type == "falcon" and config.get("alibi"):
-        return f"positions of {name} are alibi, which no test computes", ANOTHER
     if known is not None and known.unequal:
         return f"{name} has layers whose keys and values have different sizes", ANOTHER
     return None
 
 
+_TWO_SIZES: Final = "has keys and values of different sizes, in layers with more heads and fewer"
+_TWICE: Final = "attends twice in each layer, and chooses experts with kernels for GPUs"
+_NOT_SERVED: Final = {
+    "DbrxForCausalLM": "has experts that vLLM 0.32 does not load",
+    "LongcatFlashForCausalLM": _TWICE,
+    "LongcatFlashNgramForCausalLM": _TWICE,
+    "MiMoV2FlashForCausalLM": _TWO_SIZES,
+    "MiMoV2ForCausalLM": _TWO_SIZES,
+}
+"""By architecture, what its layers do that is not served here or by vLLM."""
 _SPARSE: Final = frozenset({"deepseek_v32", "deepseek_v4", "deepseek_v41", "glm_moe_dsa"})
 """Types of which each file says `index_topk`, or should."""
 
 _CHECKS: Final[tuple[Callable[[ModelConfig], _Found], ...]] = (
+    _not_served,
     _quantized,
     _unknown,
     _traits,

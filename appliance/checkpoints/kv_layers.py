@@ -18,6 +18,8 @@ from appliance.errors import CheckpointError
 STATE_BYTES: Final = 4
 """Of a number of a state, where it is kept in float32."""
 _KV_HEADS: Final = ("num_attention_groups", "multi_query_group_num", "num_kv_heads")
+_MULTI_QUERY: Final = frozenset({"falcon", "gpt_bigcode"})
+"""Types with one head for keys and values, if the file does not say otherwise."""
 _ALIGNED_TOKENS: Final = 128
 """Blocks next to states are a multiple of this with MLA."""
 _FEW_MORE: Final = 1.5
@@ -158,7 +160,7 @@ def heads(config: ModelConfig) -> int:
 
 def kv_heads(config: ModelConfig) -> int:
     """Heads for keys and values."""
-    if config.model_type == "falcon" and not config.get("new_decoder_architecture"):
+    if config.model_type in _MULTI_QUERY and not config.get("new_decoder_architecture"):
         return heads(config) if config.get("multi_query") is False else 1
     default = config.first(*_KV_HEADS) or heads(config)
     return config.integer("num_key_value_heads", default=default)
@@ -166,6 +168,8 @@ def kv_heads(config: ModelConfig) -> int:
 
 def head_dim(config: ModelConfig) -> int:
     """Numbers of a head."""
+    if config.get("qk_nope_head_dim") and not is_compressed(config):  # MiniCPM3
+        return config.integer("qk_nope_head_dim") + config.integer("qk_rope_head_dim")
     usual = config.integer("hidden_size") // heads(config)
     return config.integer("head_dim", default=config.first("attention_head_dim") or usual)
 

@@ -20,6 +20,7 @@ VLLM_NAMES: Final = {
     "NewModel": "GteNewModel",
 }
 """What vLLM calls architectures that files call otherwise."""
+_MISTRAL_CONFIG: Final = "params.json"
 MOST: Final = 1 << 40
 """No number that a model is made of is as large."""
 
@@ -128,6 +129,11 @@ def read_model_config(path: Path) -> ModelConfig:
     try:
         whole = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if (path / _MISTRAL_CONFIG).exists():
+            raise CheckpointError(
+                f"{path} has {_MISTRAL_CONFIG}, which is Mistral's own format, and no {CONFIG}; "
+                "take the checkpoint in the format of transformers"
+            ) from error
         raise CheckpointError(f"{path} has no {CONFIG}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error

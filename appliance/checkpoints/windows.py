@@ -44,7 +44,7 @@ def windowed(config: ModelConfig, layers: int, kinds: list[str] | None) -> Windo
         return Windowed(0, 0)
     length += type_ == "cohere2"  # there the token itself is not counted
     if kinds:
-        return Windowed(sum(kind == "sliding_attention" for kind in kinds), length)
+        return Windowed(kinds[:layers].count("sliding_attention"), length)
     pattern = config.first("sliding_window_pattern", "_sliding_window_pattern") or usual.period
     if isinstance(pattern, str) and pattern:
         return Windowed(sum(pattern[i % len(pattern)] == "L" for i in range(layers)), length)
@@ -83,8 +83,11 @@ class _Usual(NamedTuple):
 
 
 _TYPES: Final = {
+    "afmoe": _Usual(4, 1024),
     "cohere2": _Usual(4, 4096),
+    "cwm": _Usual(4, 8192),
     "exaone4": _Usual(4, 4096),
+    "exaone_moe": _Usual(4, 4096),
     "gemma2": _Usual(2, 4096),
     "gemma3_text": _Usual(6, 4096),
     "gpt_oss": _Usual(2, 128),

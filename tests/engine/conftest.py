@@ -38,10 +38,14 @@ import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, SamplingParams
+from appliance.engines.vllm.layers.heads import mend_biased_heads
 from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
+from appliance.engines.vllm.layers.routing import mend_expert_routing
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 mend_rotary_embeddings()
+mend_expert_routing()
+mend_biased_heads()
 engines = {}
 
 def asked(given):

@@ -24,14 +24,18 @@ SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "word_embed_proj_dim", "d_model"), HIDDEN),
     **dict.fromkeys(("block_dim", "conv_dim"), HIDDEN),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "shared_intermediate_size"), 2 * HIDDEN),
-    "block_ff_dim": 2 * HIDDEN,
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "max_window_layers"), LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head"), HEADS),
+    **dict.fromkeys(("block_ff_dim", "n_inner", "ffn_hidden_size"), 2 * HIDDEN),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "max_window_layers"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), HEADS),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), POSITIONS),
+    "max_seq_len": POSITIONS,
+    "rotary_dim": HEAD_DIM // 2,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
+    "moe_num_experts": EXPERTS,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), HIDDEN // 2),
-    **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_k", "moe_top_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("num_dense_layers", "moe_layer_end_index"), 1),
     "num_nextn_predict_layers": 0,
     # Layers that keep a state.
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"), 4),
@@ -40,7 +44,7 @@ SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("n_groups", "attn_layer_offset", "expert_layer_offset"), 1),
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
     **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 8),
-    "num_kv_heads": 2,
+    **dict.fromkeys(("num_kv_heads", "kv_n_heads"), 2),
     "vocab_size": VOCAB,
     "bos_token_id": 1,
     "eos_token_id": EOS,
@@ -57,18 +61,37 @@ SIZES: Final[dict[str, int]] = {
 }
 _SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
 """Types that transformers has under another name only."""
+_CLASSES: Final = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Architectures that transformers spells otherwise by now."""
 _PATTERN: Final = "M*-"
 """A layer of each kind: Mamba, attention, and neither."""
 _NORMS: Final = ("norm", ".ln_attn.", ".ln_mlp.")
 """In names of weights that stay as they are."""
 _OWN: Final[dict[str, dict[str, int]]] = {
+    "hunyuan_v1_moe": {
+        "attention_head_dim": HEAD_DIM,
+        "moe_intermediate_size": 2 * HIDDEN,
+        "moe_topk": 2,
+        "num_shared_expert": 1,
+    },
+    "longcat_flash": {
+        "expert_ffn_hidden_size": HIDDEN // 2,
+        "moe_topk": 2,
+        "num_layers": LAYERS,
+        "zero_expert_num": 2,
+    },
     # Experts are weighted before they compute, so that a token has one of them.
     "llama4_text": {"num_experts_per_tok": 1},
     # A matrix of experts has other sizes than its transposed one.
     "qwen3_vl_moe_text": {"moe_intermediate_size": 96},
 }
 """Of a type."""
-_PERIODIC: Final = ("layer_types", "no_rope_layers")
+_PERIODIC: Final = ("layer_types", "mlp_layer_types", "is_moe_layer", "no_rope_layers")
+_PARTS: Final = ("attn_config", "ffn_config")
+"""Of a configuration, each with sizes of its own."""
 _LEFT_OUT: Final[dict[str, dict[str, int]]] = {
     "gemma3_text": {"vocab_size": VOCAB, "sliding_window_pattern": 2},
     "llama": {
@@ -102,6 +125,9 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     for part in (small, small.get("text_config")):
         if isinstance(part, dict):
             _shrink(part)
+    for name in _PARTS:
+        if isinstance(part := small.get(name), dict):
+            part.update((key, size) for key, size in SIZES.items() if key in part)
     if isinstance(vision := small.get("vision_config"), dict):
         vision.update((key, value) for key, value in _VISION.items() if key in vision)
     small["torch_dtype"] = "float32"
@@ -174,7 +200,7 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     kind_of_config.model_type = known
     made = kind_of_config(**{key: value for key, value in small.items() if key != "model_type"})
     torch.manual_seed(sum(name.encode()))
-    kind = getattr(transformers, small["architectures"][0])
+    kind = getattr(transformers, _CLASSES.get(small["architectures"][0], small["architectures"][0]))
     with torch.no_grad():
         model = kind(made)
         for weight, values in model.named_parameters():
@@ -187,10 +213,17 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     # Transformers writes what published files leave out, and another type.
     if "vision_config" in small or small["model_type"] in _SAME_AS:
         (path / "config.json").write_text(as_published)
+    elif small["architectures"][0] in _CLASSES:
+        _write_architectures(path / "config.json", small["architectures"])
     if small.get("text_config", {}).get("model_type") in TRANSPOSED_EXPERTS:
         _transpose_experts(path / "model.safetensors")
     save_tokenizer(path)
     return str(path)
+
+
+def _write_architectures(file: Path, architectures: list[str]) -> None:
+    written = json.loads(file.read_text()) | {"architectures": architectures}
+    file.write_text(json.dumps(written))
 
 
 def _transpose_experts(file: Path) -> None:

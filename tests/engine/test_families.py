@@ -37,6 +37,7 @@ FAMILIES = sorted(
             base_architecture(config["architectures"][0]),
             bool(config.get("sliding_window")),
             bool(config.get("new_decoder_architecture")),
+            bool(config.get("alibi")),
         ): name
         for name, config in sorted(CONFIGS.items(), reverse=True)
         if name not in {**REFUSED, **NOT_ON_CPU}
@@ -44,7 +45,7 @@ FAMILIES = sorted(
         and config["architectures"][0].endswith(("CausalLM", "HeadModel"))
     }.values()
 )
-"""One model of each architecture, of each that has windows, and of Falcon's newer form;
+"""One model of each architecture, of each that has windows, and of Falcon's three forms;
 `test_quantized` serves those whose weights are quantized."""
 OTHERS = sorted(
     name

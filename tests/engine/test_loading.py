@@ -576,6 +576,41 @@ def test_rates_of_decay_are_computed_as_they_are_read(
     assert image == expected.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def as_float32(model: Any, name: str, tensor: Any) -> None:
+    """As MiniMax-M2 does it with the bias of its experts."""
+    model.w.data.copy_(tensor.float()[2:6])
+
+
+def made_while_loading(model: Any, name: str, tensor: Any) -> None:
+    """As vLLM does it with the bias of Phi-2's head."""
+    import torch
+
+    del model.w
+    model.w = torch.nn.Parameter(torch.empty(4, 4), requires_grad=False)
+    model.w.data.copy_(tensor[2:6])
+
+
+def into_a_buffer(model: Any, name: str, tensor: Any) -> None:
+    """As vLLM does it with what Apertus computes its activation with."""
+    import torch
+
+    del model.w
+    model.register_buffer("w", torch.empty(4, 4))
+    model.w.copy_(tensor[2:6])
+
+
+@pytest.mark.parametrize("load", [as_float32, made_while_loading, into_a_buffer])
+def test_less_usual_copies_are_read(tmp_path: Path, load: Callable[..., None]) -> None:
+    """Numbers of bfloat16, changed to float32 before or as they are copied."""
+    import torch
+
+    tensors = save(tmp_path / "model.safetensors", {"stored": (8, 4)}, "bfloat16")
+    layout, image = written(tmp_path / "model.safetensors", toy({"w": (4, 4)}, load, "float32"))
+    assert [tensor.name for tensor in layout.tensors] == ["w"]
+    expected = tensors["stored"].float()[2:6]
+    assert image == expected.contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def exp_only(model: Any, name: str, tensor: Any) -> None:
     import torch
 

@@ -1,5 +1,5 @@
-"""Rotary embeddings of queries and keys of any shape, and models with three dimensions of them
-against transformers: plain vLLM computes these wrongly on a CPU."""
+"""Rotary embeddings of queries and keys of any shape, and models that plain vLLM computes wrongly
+on a CPU against transformers: those with three dimensions of them, and those of `test_layers`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,16 @@ def test_queries_of_three_dimensions(neox: bool, rotated: int) -> None:
     assert (wrong - right).abs().max() > 1, "vLLM's kernel takes three dimensions by now"
 
 
-@pytest.mark.parametrize("name", ["glm-4.7-flash", "lfm2-1.2b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "glm-4.7-flash",
+        "lfm2-1.2b",
+        "ernie-4.5-21b-a3b-pt",
+        "minimax-m2-bf16",
+        "phi-3.5-moe-instruct",
+    ],
+)
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Of the first token behind a prompt, and of one that is decoded."""
     import transformers

@@ -62,6 +62,7 @@ FLOATS_TRIED: Final = frozenset(
     {
         "DeepseekV3ForCausalLM",
         "LlamaForCausalLM",
+        "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",

@@ -126,7 +126,10 @@ def test_what_is_missing_is_named(fake_checkpoint: Make, tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match=reason):
             read_checkpoint("tiny", path)
     config.unlink()
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        read_checkpoint("tiny", path)
+    (path / "params.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"Mistral's own format.*; take the checkpoint"):
         read_checkpoint("tiny", path)
     config.write_text(json.dumps(CHECKPOINT_CONFIG), encoding="utf-8")
     (path / "model.safetensors").unlink()

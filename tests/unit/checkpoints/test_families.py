@@ -46,7 +46,8 @@ def test_real_configurations(tmp_path: Path, name: str) -> None:
         check_family(config)
         for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
             assert config.integer(key) > 0
-        assert config.first("max_position_embeddings", "model_max_length", "conv_kernel") > 0
+        positions = ("max_position_embeddings", "model_max_length", "seq_length", "conv_kernel")
+        assert config.first(*positions) > 0
 
 
 def test_a_check_of_the_configuration_names_the_remedy(
@@ -111,11 +112,15 @@ def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) 
             },
             "attention_chunk_size is 100, which is no multiple of 32",
         ),
-        (
-            {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True},
-            "positions of FalconForCausalLM are alibi",
-        ),
         ({"index_topk": 2048}, "chooses which tokens to read"),
+        (
+            {
+                "architectures": ["MiMoV2FlashForCausalLM"],
+                "model_type": "mimo_v2_flash",
+                "quantization_config": {"quant_method": "fp8"},
+            },
+            "keys and values of different sizes.*; take a model of another family",
+        ),
     ],
 )
 def test_what_is_not_served_is_named(
@@ -199,5 +204,5 @@ def test_all_that_is_tried_is_known() -> None:
 
 def test_an_architecture_that_no_test_serves(fake_checkpoint: Make) -> None:
     assert is_tried(read_model_config(fake_checkpoint("a")))
-    other = fake_checkpoint("b", architectures=["BloomForCausalLM"], model_type="bloom")
+    other = fake_checkpoint("b", architectures=["VaultGemmaForCausalLM"], model_type="vaultgemma")
     assert not is_tried(read_model_config(other))

@@ -176,6 +176,10 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, changes: dict[str, An
         ("exaone-4.0-32b", 64, 48, 4096),
         ("gpt-oss-20b-bf16", 24, 12, 128),
         ("llama-4-scout-17b-16e-instruct", 48, 36, 8192),
+        ("k-exaone-236b-a23b", 48, 36, 128),
+        ("trinity-mini", 32, 24, 2048),
+        ("cwm", 64, 48, 8192),
+        ("step-3.5-flash-bf16", 45, 33, 512),
         ("exaone-4.0-1.2b", 30, 0, 0),
         ("qwen2.5-7b-instruct", 28, 0, 0),
         ("qwen3-8b", 36, 0, 0),
@@ -225,10 +229,15 @@ def test_chunks_are_windows(
         ("falcon-7b", {}, 1),
         ("falcon-7b", {"multi_query": False}, 71),
         ("falcon-40b", {}, 8),
+        ("falcon-rw-1b", {}, 32),
+        ("starcoder", {}, 1),
+        ("starcoder", {"multi_query": False}, 48),
     ],
 )
-def test_heads_of_falcon(tmp_path: Path, name: str, changes: dict[str, Any], wanted: int) -> None:
-    """Its older form has one for keys and values, if it does not say otherwise."""
+def test_heads_of_multi_query_types(
+    tmp_path: Path, name: str, changes: dict[str, Any], wanted: int
+) -> None:
+    """One for keys and values, if the file does not say otherwise."""
     assert kv_heads(config_of(tmp_path, {**CONFIGS[name], **changes})) == wanted
 
 

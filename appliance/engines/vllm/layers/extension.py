@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from appliance.engines.vllm.layers.heads import mend_biased_heads
 from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
+from appliance.engines.vllm.layers.routing import mend_expert_routing
 
 mend_rotary_embeddings()
+mend_expert_routing()
+mend_biased_heads()
 
 
 class Mended:

@@ -316,8 +316,7 @@ class RecipeRecording:
 
     def _record(self, model: torch.nn.Module, files: Sequence[WeightFile], first: int = 0) -> None:
         """Have vLLM load placeholders for files that are numbered from `first` on."""
-        for name, parameter in model.named_parameters():
-            self.recorder.know(name, parameter)
+        self.recorder.watch(model)
         with self.recorder:
             try:
                 placeholders = self.recorder.placeholders(files, first)
@@ -456,6 +455,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`factors`: of each tensor that has some; `products`: what is in the place of a tensor, if
         anything is."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._model = torch.nn.Module()
         self.names: dict[int, str] = {}
         self.writes: dict[int, list[Write]] = {}
         self.packings: dict[int, tuple[int, ExpertPacking | ConvolutionPacking]] = {}
@@ -470,10 +470,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of copies in another order: views of placeholders, and where each begins."""
         self._kept: list[torch.UntypedStorage] = []
 
-    def know(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Nothing but copies may be written to this parameter from now on."""
+    def watch(self, model: torch.nn.Module) -> None:
+        """Nothing but copies may be written to this model's parameters from now on."""
+        self._model = model
+        for name, parameter in model.named_parameters():
+            self._know(name, parameter)
+
+    def _know(self, name: str, parameter: torch.Tensor) -> None:
         self.keep(parameter)
         self.names.setdefault(_key(parameter), name)
+
+    def _is_found(self, target: torch.Tensor) -> bool:
+        """Whether it is a parameter that vLLM made as it loaded (the bias of a head), or a buffer:
+        one that is loaded (Apertus) becomes a parameter, and is placed as those are."""
+        for name, module in self._model.named_modules():
+            for own, value in (*module._parameters.items(), *module._buffers.items()):
+                if value is None or _key(value) != _key(target):
+                    continue
+                if own in module._buffers:
+                    del module._buffers[own]
+                    module.register_parameter(own, torch.nn.Parameter(value, requires_grad=False))
+                self._know(f"{name}.{own}", value)
+                return True
+        return False
 
     def keep(self, tensor: torch.Tensor) -> None:
         """No other storage has the identity of this one's from now on."""
@@ -557,7 +576,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse("a copy", source)
             return target.copy_(source)
         name, origin = known
-        if _key(target) not in self.names:
+        if _key(target) not in self.names and not self._is_found(target):
             raise UnsupportedCheckpoint(f"vLLM keeps {name} outside of the model's parameters")
         if (origin.factors or origin.product) and source.dtype != origin.dtype:
             raise UnsupportedCheckpoint(f"vLLM reads {name} as {source.dtype}")
@@ -635,8 +654,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy_computed(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         root, steps = self._computed[_key(source)]
-        if tuple(step for step in steps if step) != _DECAYS:
-            self._refuse(" and ".join(filter(None, steps)), root)
+        named = tuple(filter(None, steps))
+        if named != _DECAYS and (named or root in self.names):
+            self._refuse(" and ".join(named) or "float32 numbers", root)
         if root in self.names:
             if root != _key(target) or not (_is_whole(target) and _is_whole(source)):
                 self._refuse("a part of it", root)
@@ -645,8 +665,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, origin = self._origins[root]
         if _key(target) not in self.names:
             raise UnsupportedCheckpoint(f"vLLM keeps {name} outside of the model's parameters")
+        if origin.factors or origin.product:
+            raise UnsupportedCheckpoint(f"vLLM reads {name} as {source.dtype}")
         first = origin.offset + int(source.storage_offset()) * origin.dtype.itemsize
-        self._note(target, source.expand(target.shape), origin._replace(offset=first, decays=True))
+        origin = origin._replace(offset=first, decays=named == _DECAYS)
+        self._note(target, source.expand(target.shape), origin)
         return target
 
     def _note(self, target: torch.Tensor, source: torch.Tensor, origin: Origin | float) -> None:
