@@ -162,7 +162,8 @@ class KvShape(Word, frozen=True):
     """The KV cache geometry of one model on one kind of instance.
 
     A model's layers are divided among block tables, of one size: a block has ``block_bytes``, which
-    hold ``block_tokens`` tokens of the layers of its table, or the state of one request. On a
+    hold ``block_tokens`` tokens of the layers of its table, or the state of one request. Those of
+    layers with a window may hold ``window_tokens`` instead, if they keep more or less. On a
     device, mapping ``group_slabs`` slabs makes at least ``group_blocks`` blocks usable.
     """
 
@@ -188,14 +189,16 @@ class KvShape(Word, frozen=True):
     """Of the encoder's output for each token of an image. An output has blocks of its own."""
     most_images: int = 0
     """Of a prompt."""
+    window_tokens: int = 0
+    """Tokens of a block in the tables of `windows`, if that is not ``block_tokens``."""
 
     def blocks(self, tokens: int) -> int:
         """Blocks of a request that has `tokens` tokens in its KV cache. Never fewer for more."""
         if not tokens:
             return 0
-        each = -(-tokens // self.block_tokens)
-        blocks = each * self.tables + self.state_blocks
+        blocks = -(-tokens // self.block_tokens) * self.tables + self.state_blocks
         if self.windows:
+            each = -(-tokens // (self.window_tokens or self.block_tokens))
             blocks += sum([min(each, most) for most in self.windows])
         return blocks
 
@@ -204,7 +207,7 @@ class KvShape(Word, frozen=True):
         or more. `images` are the tokens of each of its images."""
         blocks = self.blocks(tokens) + sum(map(self.image_blocks, images))
         if self.windows:
-            each = -(-tokens // self.block_tokens)
+            each = -(-tokens // (self.window_tokens or self.block_tokens))
             for most in self.windows:
                 blocks += min(each, most + self.step_blocks) - min(each, most)
         return blocks
@@ -224,7 +227,14 @@ class KvShape(Word, frozen=True):
     def bytes_per_token(self) -> int:
         """Bytes by which a request grows with each token, without what blocks round up, until its
         windows are full."""
-        return self.block_bytes * (self.tables + len(self.windows)) // self.block_tokens
+        in_window = self.window_tokens or self.block_tokens
+        scaled = self.tables * in_window + len(self.windows) * self.block_tokens
+        return self.block_bytes * scaled // (self.block_tokens * in_window)
+
+    @property
+    def step_tokens(self) -> int:
+        """A request that decodes takes blocks only where a multiple of so many tokens ends."""
+        return min(self.block_tokens, self.window_tokens or self.block_tokens)
 
     def slabs(self, blocks: int) -> int:
         """Device slabs that are enough for `blocks` blocks when none is mapped yet."""

@@ -35,7 +35,6 @@ REFUSED: Final = {
     "internlm2-chat-7b": "only be read with code",
     "mistral-7b-instruct-v0.3-quantized.w8a16": "no kernel on CPUs that multiplies 8 bits",
     "llama-3.1-8b-bnb-4bit": "quantized",
-    "gemma-3n-e4b-it": "reads images and sound, and the API takes no sound; no test",
     "qwen2.5-omni-7b": "reads images and sound, and the API takes no sound; no test",
     "voxtral-mini-3b-2507": "ConditionalGeneration reads sound, and the API takes no sound",
     "qwen2-audio-7b-instruct": "ConditionalGeneration reads sound, and the API takes no sound",

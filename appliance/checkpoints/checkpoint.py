@@ -26,6 +26,11 @@ from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.quantized.readers import why_not_whole
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
 from appliance.checkpoints.task import AskedTask, dense_files, read_task, sentence_tokens
+from appliance.checkpoints.unequal_layers import (
+    is_of_sharing_layer,
+    keys_as_values,
+    sharing_layers,
+)
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import packs
 from appliance.vocabulary import Task
@@ -42,9 +47,17 @@ _NO_FLOAT16: Final = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
 _HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out)\.weight$")
 """What checkpoints call the output head."""
 _HEAD_IS_EMBEDDING: Final = frozenset(
-    {"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "CohereForCausalLM", "Gemma2ForCausalLM"}
+    {
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        "CohereForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3nForCausalLM",
+    }
 )
 """Architectures that have no head, but use the embedding as one."""
+_ALTUP: Final = re.compile(r"\.altup\.(modality_router|(prediction|correction)_coefs)\.weight$")
+_SQUARE: Final = 64
 _POSITIONS: Final = ("seq_length", "max_seq_len", "model_max_length", "max_sequence_length")
 """Further names, as vLLM reads them."""
 _TRAINED: Final = "max_trained_positions"
@@ -102,12 +115,12 @@ class CatalogEntry:
     @property
     def kv_bytes_per_token(self) -> int:
         """What all layers keep of one more token, without what blocks and slabs round up."""
-        return self.kv.attention * self.kv.token_bytes
+        return self.kv.all_token_bytes
 
     @property
     def window_kv_bytes_per_token(self) -> int:
         """How much of that is kept for the last tokens only, by layers that attend to a window."""
-        return self.kv.windowed * self.kv.token_bytes
+        return self.kv.windowed_token_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -141,14 +154,10 @@ def read_checkpoint(
     files = [read_header(file) for file in weight_files(path)]
     headers = [language_tensors(file, architecture) for file in files]
     resolved = _resolve_dtype(config, dtype, path)
-    layers = kv_layers.layers(config)
     tensors = [tensor for header in headers for tensor in header.tensors]
     if wrong := quantization.why_not_tensors(config, tensors):
         raise UnsupportedModel(f"{path}: {wrong}", BF16)
-    unused = quantization.unused(config, tensors)
-    kept = [
-        tensor for tensor in tensors if not (_is_left_out(tensor, layers) or tensor.name in unused)
-    ]
+    kept = _kept(config, tensors)
     own_task = read_task(path, task)
     weight_bytes = _weight_bytes(config, kept, resolved, own_task, cuda=cuda)
     readers = image_tensors(files, architecture) if images else []
@@ -160,7 +169,7 @@ def read_checkpoint(
         path=path,
         architecture=architecture,
         dtype=resolved,
-        layers=layers,
+        layers=kv_layers.layers(config),
         heads=kv_layers.heads(config),
         kv_heads=kv_layers.kv_heads(config),
         kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
@@ -196,7 +205,7 @@ def _weight_bytes(
     """What the tensors take that are kept of a model of text, and what is made besides of them."""
     heads = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
-    weight_bytes = tensor_bytes(kept, dtype)
+    weight_bytes = tensor_bytes(kept, dtype) + tensor_bytes(keys_as_values(config, kept), dtype)
     weight_bytes += quantization.widened_bytes(config, kept, BYTES_PER_ELEMENT[dtype])
     tied, generates = config.get("tie_word_embeddings"), task is Task.GENERATE
     if config.architecture in MEDIA:  # the file says it in one of two places, or in neither
@@ -208,7 +217,21 @@ def _weight_bytes(
     if tied and generates and packed_alone and not cuda and packs(dtype):
         width = config.integer("word_embed_proj_dim", default=hidden)
         weight_bytes += vocabulary * width * BYTES_PER_ELEMENT[dtype]
+    if not cuda and packs(dtype):
+        weight_bytes += _padding(kept, BYTES_PER_ELEMENT[dtype])
     return weight_bytes + (_dense_bytes(config.path) if task is Task.EMBED else 0)
+
+
+def _padding(kept: Iterable[TensorEntry], number_bytes: int) -> int:
+    """Bytes by which packed matrices are larger that Gemma 3n has for its few streams (AltUp): they
+    are packed in squares of 64 rows and as many bytes, and have fewer."""
+    total = 0
+    for tensor in kept:
+        if _ALTUP.search(tensor.name):
+            rows, columns = tensor.shape
+            padded = -(-rows // _SQUARE) * -(-columns * number_bytes // _SQUARE) * _SQUARE**2
+            total += padded - rows * columns * number_bytes
+    return total
 
 
 def _dense_bytes(path: Path) -> int:
@@ -240,6 +263,21 @@ def _tokenizer_tokens(path: Path) -> int | None:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     tokens = found.get("model_max_length") if isinstance(found, dict) else None
     return int(tokens) if isinstance(tokens, int | float) and 1 <= tokens < MOST else None
+
+
+def _kept(config: ModelConfig, tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Those of a model of text that an engine has a use for."""
+    layers, unused = kv_layers.layers(config), quantization.unused(config, tensors)
+    own = layers - sharing_layers(config)
+    return [
+        tensor
+        for tensor in tensors
+        if not (
+            _is_left_out(tensor, layers)
+            or tensor.name in unused
+            or is_of_sharing_layer(tensor.name, own)
+        )
+    ]
 
 
 def _is_left_out(tensor: TensorEntry, layers: int) -> bool:

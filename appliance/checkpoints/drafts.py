@@ -9,6 +9,7 @@ import msgspec
 from appliance.checkpoints.families import UnsupportedModel, keeps_state
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.quantized.quantization import quantization
+from appliance.checkpoints.unequal_layers import TWO_SIZES
 from appliance.vocabulary import Task
 
 NGRAM: Final = "ngram"
@@ -71,6 +72,8 @@ def _why_not(
             f"layers of {name} keep a state, which tokens that are refused would spoil: it cannot "
             "have drafts"
         )
+    if config.model_type in TWO_SIZES:
+        return f"drafts were not tried with layers that keep KV of two sizes, as {name} has"
     if quantization(config) is not None:
         return "drafts were not tried with quantized weights"
     if not on_cpu:

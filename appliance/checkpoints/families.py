@@ -17,6 +17,7 @@ from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.task import POOLING_ENDINGS
+from appliance.checkpoints.unequal_layers import TWO_SIZES
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import computes_linear_attention
@@ -45,6 +46,8 @@ TRIED: Final = frozenset(
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma3nForCausalLM",
+        "Gemma4ForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
@@ -173,6 +176,12 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
             "vLLM has no kernel on CPUs",
             ANOTHER,
         )
+    if config.model_type in TWO_SIZES and ranks > 1:
+        raise UnsupportedModel(
+            f"{config.path}: layers of {name} keep KV of two sizes, which was not tried on several "
+            "ranks",
+            "take devices.tensor_parallel = 1",
+        )
     if keeps_state(config) and TRIED.isdisjoint((name, base_architecture(name) or "")):
         raise UnsupportedModel(
             f"{config.path}: layers of {name} keep a state, which no test computes on the CPU",
@@ -200,6 +209,13 @@ def check_cuda(config: ModelConfig) -> None:
         raise UnsupportedModel(
             f"{config.path}: its weights are quantized ({method}), which was only tried on the CPU",
             BF16,
+        )
+
+    if config.model_type in TWO_SIZES:
+        raise UnsupportedModel(
+            f"{config.path}: layers of {config.architecture} keep KV of two sizes, which was only "
+            "tried on the CPU",
+            ANOTHER,
         )
 
 
@@ -332,7 +348,7 @@ def _unequal(config: ModelConfig) -> _Found:
     if chunk and (not isinstance(chunk, int) or chunk % CHUNK_MULTIPLE):
         wrong = f"attention_chunk_size is {chunk!r}, which is no multiple of {CHUNK_MULTIPLE}"
         return wrong, ANOTHER
-    if known is not None and known.unequal:
+    if known is not None and known.unequal and config.model_type not in TWO_SIZES:
         return f"{name} has layers whose keys and values have different sizes", ANOTHER
     return None
 

@@ -12,6 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig, known_models
+from appliance.checkpoints.unequal_layers import (
+    Heads,
+    heads_of_full_layers,
+    sharing_layers,
+    with_last_full,
+)
 from appliance.checkpoints.windows import STEP_TOKENS, Windowed, window_blocks, windowed
 from appliance.errors import CheckpointError
 
@@ -32,6 +38,7 @@ class BlockTables(NamedTuple):
     layers: int
     """Of a table; the last table of a kind may have fewer, and takes as much."""
     block_tokens: int
+    """Of the tables of layers that keep the KV of all tokens."""
     layer_block_bytes: int
     tables: int
     """Of layers that keep the KV of all tokens."""
@@ -39,17 +46,20 @@ class BlockTables(NamedTuple):
     """Of a request, whatever its length: one in each table of layers that keep a state."""
     windows: tuple[int, ...] = ()
     """The most blocks of a request in each table of layers that attend to a window."""
+    window_tokens: int = 0
+    """Of a block of these tables, if that is not `block_tokens`."""
 
     def blocks(self, tokens: int) -> int:
         """Of a request of so many tokens."""
-        each = -(-tokens // self.block_tokens)
-        blocks = each * self.tables + self.state_blocks
+        each = -(-tokens // (self.window_tokens or self.block_tokens))
+        blocks = -(-tokens // self.block_tokens) * self.tables + self.state_blocks
         return blocks + sum(min(each, most) for most in self.windows)
 
     def prompt_blocks(self, tokens: int) -> int:
         """Of a prompt of so many tokens, while it is computed."""
-        each, step = -(-tokens // self.block_tokens), -(-STEP_TOKENS // self.block_tokens)
-        blocks = each * self.tables + self.state_blocks
+        size = self.window_tokens or self.block_tokens
+        each, step = -(-tokens // size), -(-STEP_TOKENS // size)
+        blocks = -(-tokens // self.block_tokens) * self.tables + self.state_blocks
         return blocks + sum(min(each, most + step) for most in self.windows)
 
 
@@ -72,9 +82,23 @@ class KvLayers:
     """Layers among those with keys and values that attend to a window, and keep no more."""
     window: int = 0
     """How many tokens that is."""
+    window_token_bytes: int = 0
+    """Of one token in one of those, if that is not `token_bytes`. One of the two is a multiple of
+    the other."""
+
+    @property
+    def all_token_bytes(self) -> int:
+        """Of one token in all layers with keys and values."""
+        full = self.attention - self.windowed
+        return full * self.token_bytes + self.windowed_token_bytes
+
+    @property
+    def windowed_token_bytes(self) -> int:
+        """How much of that is of layers that attend to a window."""
+        return self.windowed * (self.window_token_bytes or self.token_bytes)
 
     def share(self, ranks: int) -> KvLayers:
-        """What one of several ranks keeps, at least."""
+        """What one of several ranks keeps, at least. Layers keep as much as each other."""
         return replace(
             self,
             token_bytes=self.token_bytes // self.heads * -(-self.heads // ranks),
@@ -104,15 +128,20 @@ class KvLayers:
         )
 
     def _attention_tables(self, tokens: int, longest: int) -> BlockTables:
-        """Without states. Windows that hold the `longest` request, in blocks, are none."""
-        size = tokens * self.token_bytes
-        most = window_blocks(self.window, tokens)
-        if not self.windowed or most >= longest:
+        """Without states. Windows that hold the `longest` request, in blocks, are none, unless
+        their layers keep more or less of a token than others: blocks have one size, and hold more
+        tokens of those that keep less."""
+        size = tokens * max(self.token_bytes, self.window_token_bytes)
+        in_window = size // (self.window_token_bytes or self.token_bytes)
+        most = window_blocks(self.window, in_window) if self.windowed else 0
+        if not self.windowed or (most >= longest and not self.window_token_bytes):
             return BlockTables(self.attention, tokens, size, 1, 0)
         full = self.attention - self.windowed
         layers = _of_a_table(full, self.windowed) if full else self.windowed
         windows = (most,) * -(-self.windowed // layers)
-        return BlockTables(layers, tokens, size, -(-full // layers), 0, windows)
+        of_full = size // self.token_bytes
+        other = in_window if in_window != of_full else 0
+        return BlockTables(layers, of_full, size, -(-full // layers), 0, windows, other)
 
 
 def _of_a_table(one: int, other: int) -> int:
@@ -134,11 +163,20 @@ def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers
         raise CheckpointError(f"{config.path / CONFIG}: no layer attends or keeps a state")
     compressed = is_compressed(config)
     has_windows = attention and not states and not compressed
-    sliding = windowed(config, attention, _kinds(config)) if has_windows else Windowed(0, 0)
+    sliding = windowed(config, attention, _kept_kinds(config)) if has_windows else Windowed(0, 0)
+    in_windows = 0
     if compressed:
         elements = config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
     elif attention:
-        elements = 2 * kv_heads(config) * head_dim(config)
+        usual = Heads(kv_heads(config), head_dim(config))
+        full = heads_of_full_layers(config, usual)
+        elements = 2 * full.number * full.size
+        in_windows = 2 * usual.number * usual.size
+        if max(elements, in_windows) % min(elements, in_windows):
+            raise CheckpointError(
+                f"{config.path / CONFIG}: layers keep {elements} and {in_windows} numbers of a "
+                "token, of which neither is a multiple of the other"
+            )
     else:
         elements = 0
     return KvLayers(
@@ -150,6 +188,9 @@ def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers
         state_bytes=_state_bytes(config, number_bytes, cuda=cuda) if states else 0,
         windowed=sliding.layers,
         window=sliding.window,
+        window_token_bytes=in_windows * number_bytes
+        if sliding.layers and in_windows != elements
+        else 0,
     )
 
 
@@ -203,6 +244,14 @@ def _kinds(config: ModelConfig) -> list[str] | None:
     return [str(kind) for kind in kinds] if isinstance(kinds, list) else None
 
 
+def _kept_kinds(config: ModelConfig) -> list[str] | None:
+    """Of the layers that keep keys and values of their own, if the file lists that."""
+    kinds = _kinds(config)
+    return (
+        with_last_full(config, kinds)[: layers(config) - sharing_layers(config)] if kinds else None
+    )
+
+
 def _counts(config: ModelConfig) -> tuple[int, int]:
     """Layers that keep keys and values, and layers that keep a state: a layer may keep both."""
     number, kinds = layers(config), _kinds(config)
@@ -227,7 +276,7 @@ def _counts(config: ModelConfig) -> tuple[int, int]:
         return number, number
     if config.get("state_size"):  # Mamba
         return 0, number
-    return number, 0
+    return number - sharing_layers(config), 0
 
 
 _STATES: Final = frozenset({"mamba", "conv", "linear_attention", "hybrid"})

@@ -25,9 +25,12 @@ class Media(NamedTuple):
 
 _PROJECTED: Final = frozenset({"vision_tower", "multi_modal_projector"})
 _VISUAL: Final = frozenset({"visual"})
+_HEARD: Final = frozenset({"vision_tower", "audio_tower", "embed_vision", "embed_audio"})
 
 MEDIA: Final[Mapping[str, Media]] = {
     "Gemma3ForConditionalGeneration": Media(_PROJECTED, {"gemma3_text": "Gemma3ForCausalLM"}),
+    "Gemma3nForConditionalGeneration": Media(_HEARD, {"gemma3n_text": "Gemma3nForCausalLM"}),
+    "Gemma4ForConditionalGeneration": Media(_HEARD, {"gemma4_text": "Gemma4ForCausalLM"}),
     "InternVLForConditionalGeneration": Media(
         _PROJECTED, {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     ),

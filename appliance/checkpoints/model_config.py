@@ -95,7 +95,7 @@ class ModelConfig:
             (known is not None and known.encoder)
             or self.get("is_causal") is False
             or "Bidirectional" in self.architecture
-            or self.get("use_bidirectional_attention") is True
+            or self.get("use_bidirectional_attention") in (True, "all")
         )
 
     def get(self, key: str) -> Any:

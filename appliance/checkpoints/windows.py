@@ -90,6 +90,8 @@ _TYPES: Final = {
     "exaone_moe": _Usual(4, 4096),
     "gemma2": _Usual(2, 4096),
     "gemma3_text": _Usual(6, 4096),
+    "gemma3n_text": _Usual(5, 512),
+    "gemma4_text": _Usual(6, 512),
     "gpt_oss": _Usual(2, 128),
     "ministral": _Usual(0, 4096),
     "mistral": _Usual(0, 4096),

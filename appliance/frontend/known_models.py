@@ -26,6 +26,7 @@ KEYS: Final = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "num_kv_shared_layers",
     "tie_word_embeddings",
 )
 """Of a ``config.json``, those that the daemon reads."""

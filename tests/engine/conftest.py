@@ -39,10 +39,12 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, SamplingParams
 from appliance.engines.vllm.layers.heads import mend_biased_heads
+from appliance.engines.vllm.layers.per_layer import mend_per_layer_embeddings
 from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
 from appliance.engines.vllm.layers.routing import mend_expert_routing
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+mend_per_layer_embeddings()
 mend_rotary_embeddings()
 mend_expert_routing()
 mend_biased_heads()

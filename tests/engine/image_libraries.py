@@ -13,13 +13,22 @@ from typing import Any, Final
 _LIBRARY: Final = "torchvision"
 
 
+class _Anything(type):
+    """Of a class that has every attribute; each is such a class."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {"__getattr__": lambda self, attribute: None})
+
+
 class _StandIn(ModuleType):
     """Has whatever is imported from it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__getattr__": lambda self, attribute: None})
+        return _Anything(name, (), {"__getattr__": lambda self, attribute: None})
 
 
 class _Finder:

@@ -45,6 +45,11 @@ SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
     **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 8),
     **dict.fromkeys(("num_kv_heads", "kv_n_heads"), 2),
+    "num_kv_heads": 2,
+    "global_head_dim": 2 * HEAD_DIM,
+    "vocab_size_per_layer_input": VOCAB,
+    "laurel_rank": 16,
+    "top_k_experts": 2,
     "vocab_size": VOCAB,
     "bos_token_id": 1,
     "eos_token_id": EOS,
@@ -106,7 +111,7 @@ _VISION: Final[dict[str, Any]] = {
     **dict.fromkeys(("hidden_size", "out_hidden_size", "embed_dim"), HIDDEN),
     "intermediate_size": 2 * HIDDEN,
     **dict.fromkeys(("num_hidden_layers", "depth"), LAYERS),
-    **dict.fromkeys(("num_attention_heads", "num_heads"), HEADS),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads"), HEADS),
     "head_dim": HEAD_DIM,
     "image_size": 56,
     "patch_size": 14,
@@ -117,6 +122,14 @@ _VISION: Final[dict[str, Any]] = {
     ),
 }
 """Of a tower that reads images."""
+_AUDIO: Final = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+"""Of a tower that hears."""
+_UNEQUAL: Final = 3
+"""Layers of Gemma 3n and 4 that keep KV: two with a window, and one without."""
+_PER_LAYER: Final = 32
+"""Numbers of an embedding for each layer."""
+_TIED: Final = frozenset({"gemma3", "gemma3n", "gemma4"})
+"""Types of models that read images, of which files leave out that the head is the embedding."""
 
 
 def shrunken(config: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +143,8 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
             part.update((key, size) for key, size in SIZES.items() if key in part)
     if isinstance(vision := small.get("vision_config"), dict):
         vision.update((key, value) for key, value in _VISION.items() if key in vision)
+    if isinstance(audio := small.get("audio_config"), dict):
+        audio.update((key, value) for key, value in _AUDIO.items() if key in audio)
     small["torch_dtype"] = "float32"
     small.pop("auto_map", None)
     return small
@@ -155,6 +170,8 @@ def _shrink(part: dict[str, Any]) -> None:
         if key not in given:
             part[key] = size
     part.update(_OWN.get(part.get("model_type", ""), {}))
+    if "num_kv_shared_layers" in given:
+        _shrink_unequal(part)
     for key in _PERIODIC:
         if key in given:
             part[key] = part[key][:layers]
@@ -170,8 +187,24 @@ def _shrink(part: dict[str, Any]) -> None:
             scaling[key] = scaling[key][:rotary]
 
 
+def _shrink_unequal(part: dict[str, Any]) -> None:
+    """Gemma 3n and 4: layers of each kind that keep KV, and as many that read it, if any do."""
+    part["layer_types"] = part["layer_types"][-_UNEQUAL:] * 2
+    if part["num_kv_shared_layers"]:
+        part["num_kv_shared_layers"] = _UNEQUAL
+    if part.get("hidden_size_per_layer_input"):
+        part["hidden_size_per_layer_input"] = _PER_LAYER
+    if part.get("num_global_key_value_heads"):  # so that a layer keeps half of what others do
+        part["num_key_value_heads"], part["num_global_key_value_heads"] = HEADS, HEADS // 4
+    for key in ("intermediate_size", "activation_sparsity_pattern"):
+        if isinstance(part.get(key), list):
+            part[key] = part[key][:1] + part[key][-1:] * (2 * _UNEQUAL - 1)
+
+
 def _layers(part: dict[str, Any]) -> int:
     """So many that each kind of layer is there."""
+    if "num_kv_shared_layers" in part:
+        return 2 * _UNEQUAL
     if "hybrid_override_pattern" in part:
         return len(_PATTERN)
     if "full_attention_interval" in part:
@@ -193,7 +226,7 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     small = shrunken(config)
     as_published = json.dumps(small)
     if "vision_config" in small:  # its head is its own, unless its language model says otherwise
-        small.setdefault("tie_word_embeddings", small["model_type"] == "gemma3")
+        small.setdefault("tie_word_embeddings", small["model_type"] in _TIED)
     known = _SAME_AS.get(small["model_type"], small["model_type"])
     kind_of_config = transformers.CONFIG_MAPPING[known]
     # vLLM has the class of DeepSeek V3 say `kimi_k2` once it has read one of these.
@@ -201,6 +234,8 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     made = kind_of_config(**{key: value for key, value in small.items() if key != "model_type"})
     torch.manual_seed(sum(name.encode()))
     kind = getattr(transformers, _CLASSES.get(small["architectures"][0], small["architectures"][0]))
+    if known == "gemma3n":  # what reads images needs a library that is not installed
+        kind, made = transformers.Gemma3nForCausalLM, made.get_text_config()
     with torch.no_grad():
         model = kind(made)
         for weight, values in model.named_parameters():
@@ -208,6 +243,9 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
                 # A tied head answers a large embedding with its own token, again and again.
                 tied = made.tie_word_embeddings and values.shape == (VOCAB, HIDDEN)
                 values.normal_(0.0, 0.02 if tied else 0.2 if values.dim() > 1 else 0.05)
+        for buffer, values in model.named_buffers():
+            if buffer.endswith("layer_scalar"):
+                values.fill_(0.9)
     path = folder / name
     model.to(torch.float32).save_pretrained(path)
     # Transformers writes what published files leave out, and another type.
@@ -215,8 +253,13 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
         (path / "config.json").write_text(as_published)
     elif small["architectures"][0] in _CLASSES:
         _write_architectures(path / "config.json", small["architectures"])
+    if known == "gemma4":  # so many that a test meets some
+        suppressed = {"suppress_tokens": list(range(0, VOCAB, 3))}
+        (path / "generation_config.json").write_text(json.dumps(suppressed))
     if small.get("text_config", {}).get("model_type") in TRANSPOSED_EXPERTS:
         _transpose_experts(path / "model.safetensors")
+    if "num_kv_shared_layers" in small.get("text_config", small):
+        _add_published(path / "model.safetensors", small)
     save_tokenizer(path)
     return str(path)
 
@@ -224,6 +267,30 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
 def _write_architectures(file: Path, architectures: list[str]) -> None:
     written = json.loads(file.read_text()) | {"architectures": architectures}
     file.write_text(json.dumps(written))
+
+
+def _add_published(file: Path, small: dict[str, Any]) -> None:
+    """What published files of Gemma 3n and 4 have, and transformers does not write: keys and values
+    of layers that read those of others, which no model computes, and what Gemma 3n reads images and
+    hears with."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    text = small.get("text_config", small)
+    layers, shared = text["num_hidden_layers"], text["num_kv_shared_layers"]
+    for layer in range(layers - shared, layers):
+        for part in ("k_proj", "v_proj", "k_norm") if shared else ():
+            like = next(name for name in tensors if f".0.self_attn.{part}." in name)
+            name = like.replace(".0.self_attn", f".{layer}.self_attn")
+            tensors[name] = torch.full_like(tensors[like], 9.0)
+    if small["model_type"] == "gemma3n":
+        tensors = {
+            name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()
+        }
+        for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"):
+            tensors[f"model.{part}.weight"] = torch.ones(VOCAB, HIDDEN)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _transpose_experts(file: Path) -> None:

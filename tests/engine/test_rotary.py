@@ -1,5 +1,6 @@
-"""Rotary embeddings of queries and keys of any shape, and models that plain vLLM computes wrongly
-on a CPU against transformers: those with three dimensions of them, and those of `test_layers`."""
+"""Rotary embeddings of queries and keys of any shape, and models against transformers that plain
+vLLM computes wrongly (three dimensions of queries on a CPU, Gemma 3n's text alone, those of
+`test_layers`), or whose layers share keys and values."""
 
 from __future__ import annotations
 
@@ -60,6 +61,8 @@ def test_queries_of_three_dimensions(neox: bool, rotated: int) -> None:
         "ernie-4.5-21b-a3b-pt",
         "minimax-m2-bf16",
         "phi-3.5-moe-instruct",
+        "gemma-3n-e2b-text",
+        "gemma-4-e4b-text",
     ],
 )
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path, name: str) -> None:

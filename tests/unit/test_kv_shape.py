@@ -23,6 +23,7 @@ SHAPES = st.builds(
     snapshot_blocks=st.integers(0, 5),
     image_token_bytes=st.just(90),
     most_images=st.just(3),
+    window_tokens=st.sampled_from([0, 16, 64]),
 )
 
 
@@ -55,9 +56,16 @@ def test_no_prompt_takes_more_than_it_may(shape: KvShape, images: list[int], tex
 
 @given(SHAPES, TOKENS)
 def test_windows_bound_what_is_kept(shape: KvShape, tokens: int) -> None:
-    each = -(-tokens // shape.block_tokens)
-    blocks = shape.blocks(tokens) - each * shape.tables - shape.state_blocks
+    of_full = -(-tokens // shape.block_tokens) * shape.tables
+    each = -(-tokens // (shape.window_tokens or shape.block_tokens))
+    blocks = shape.blocks(tokens) - of_full - shape.state_blocks
     assert blocks <= min(sum(shape.windows), each * len(shape.windows))
+
+
+def test_bytes_per_token_of_blocks_of_two_lengths() -> None:
+    shape = KvShape(32, 6400, 4, 2, tables=1, windows=(9, 9), window_tokens=64)
+    assert shape.bytes_per_token == 6400 // 32 + 2 * 6400 // 64
+    assert shape.step_tokens == 32
 
 
 @given(st.integers(1, 5000), st.sampled_from([16, 32]), st.integers(0, 20_000))

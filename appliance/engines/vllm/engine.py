@@ -146,7 +146,7 @@ class VllmEngine:
         self.kv = self._cache.shape
         self._images = ImagePrompts(core.vllm_config, self._scheduler, self._runner, self.kv)
         self._placed = placement.placed
-        self._drafts = Drafts(core, self._runner, self.kv.block_tokens, self._placed.weights)
+        self._drafts = Drafts(core, self._runner, self.kv.step_tokens, self._placed.weights)
         self._whole_prompts = config.attn_type == "encoder_only"
         """Whether a prompt is computed in one step, as its tokens attend in both directions."""
         weights, model_of_vllm = self._placed.weights, self._runner.get_model()

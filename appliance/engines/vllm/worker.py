@@ -26,7 +26,14 @@ from vllm.v1.kv_cache_interface import (
 from appliance.checkpoints.windows import window_blocks
 from appliance.engines.vllm.drafts.heads import join_head, use_heads
 from appliance.engines.vllm.kv.placement import KvTable, current_placement
+from appliance.engines.vllm.layers.layer_scalars import make_layer_scalars_parameters
+from appliance.engines.vllm.layers.per_layer import mend_per_layer_embeddings
+from appliance.engines.vllm.layers.suppressed_tokens import suppress_tokens
 from appliance.memory.kv_pool import BLOCK_TOKENS
+
+mend_per_layer_embeddings()
+make_layer_scalars_parameters()
+suppress_tokens()
 
 
 class UnsupportedKvCache(ValueError):
@@ -48,10 +55,12 @@ class InArena:
         current_placement().loaded(model)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Of each layer. One whose window holds the longest request keeps the KV of all tokens."""
+        """Of each layer. One whose window holds the longest request keeps the KV of all tokens,
+        unless that has another size in other layers, which cannot be in the same table."""
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         longest = -(-self.vllm_config.model_config.max_model_len // BLOCK_TOKENS)
-        return {layer: _windowed(spec, longest) for layer, spec in specs.items()}
+        equal = len({_token_bytes(spec) for spec in specs.values()}) <= 1
+        return {layer: _windowed(spec, longest if equal else None) for layer, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
         """Bytes of the address range, so that vLLM plans exactly the blocks that it holds."""
@@ -83,8 +92,14 @@ class InArena:
         return _PlaceOneAllocation(placement.device.bytes_at(placement.region.address, size))
 
 
-def _windowed(spec: KVCacheSpec, longest: int) -> KVCacheSpec:
-    """With blocks as long as those of other layers; without a window that `longest` blocks fit.
+def _token_bytes(spec: KVCacheSpec) -> int:
+    """Of a token in one layer; 0 for a state."""
+    return 0 if _has_state(spec) else spec.page_size_bytes // spec.block_size
+
+
+def _windowed(spec: KVCacheSpec, longest: int | None) -> KVCacheSpec:
+    """With blocks as long as those of other layers; without a window that `longest` blocks fit, if
+    they are given.
 
     Layers that attend to the chunk of a token keep a window as long as that: no chunk begins before
     its window does. How they attend is theirs to know.
@@ -95,7 +110,7 @@ def _windowed(spec: KVCacheSpec, longest: int) -> KVCacheSpec:
         spec = replace_as(spec, SlidingWindowSpec, drop=drop, sliding_window=chunk)
     if type(spec) is not SlidingWindowSpec:
         return spec
-    if window_blocks(spec.sliding_window, BLOCK_TOKENS) < longest:
+    if longest is None or window_blocks(spec.sliding_window, BLOCK_TOKENS) < longest:
         return replace(spec, block_size=BLOCK_TOKENS)
     return replace_as(
         spec, FullAttentionSpec, drop=("extra_retained_tokens",), block_size=BLOCK_TOKENS
@@ -104,7 +119,7 @@ def _windowed(spec: KVCacheSpec, longest: int) -> KVCacheSpec:
 
 def _check(specs: Collection[KVCacheSpec]) -> None:
     """Raise `UnsupportedKvCache` for layers that keep neither KV of tokens nor a state, and for KV
-    of several sizes."""
+    of several sizes, but for one size in layers with windows and another one in all others."""
     for spec in specs:
         if not (
             _has_state(spec)
@@ -113,7 +128,15 @@ def _check(specs: Collection[KVCacheSpec]) -> None:
             raise UnsupportedKvCache(
                 f"layers keep their KV as {spec}, not of all tokens, a window or a state"
             )
-    if len({spec.page_size_bytes for spec in specs if not _has_state(spec)}) > 1 or not specs:
+    kept = [spec for spec in specs if not _has_state(spec)]
+    windows = {spec.page_size_bytes for spec in kept if type(spec) is SlidingWindowSpec}
+    others = {spec.page_size_bytes for spec in kept if type(spec) is not SlidingWindowSpec}
+    sizes = windows | others
+    if (
+        not specs
+        or max(len(windows), len(others), len(sizes) if len(kept) < len(specs) else 0) > 1
+        or any(max(sizes) % size for size in sizes)
+    ):
         raise UnsupportedKvCache("the model's layers differ in the size of their KV")
 
 
@@ -137,8 +160,6 @@ def _pages(groups: Sequence[KVCacheGroupSpec]) -> set[int]:
     pages = {group.kv_cache_spec.page_size_bytes for group in groups}
     if len(pages) != 1:
         raise UnsupportedKvCache("the model's layers differ in the size of their blocks")
-    if len({t.block_tokens for t in map(_table, groups) if not t.has_state}) > 1:
-        raise UnsupportedKvCache("the model's layers differ in the tokens of their blocks")
     return pages
 
 

@@ -10,18 +10,23 @@ from typing import Any
 import pytest
 
 from appliance.checkpoints import families
+from appliance.checkpoints.adapters import check_base
 from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.drafts import check_drafts
 from appliance.checkpoints.families import (
     TRIED,
     UnsupportedModel,
     base_architecture,
     check_cpu,
+    check_cuda,
     check_family,
     is_tried,
 )
+from appliance.checkpoints.language_models import MEDIA, why_no_images
 from appliance.checkpoints.model_config import known_models, read_model_config
 from appliance.config.loader import load_config
-from appliance.errors import ConfigError
+from appliance.errors import CheckpointError, ConfigError
+from appliance.vocabulary import Task
 from tests.configs import CONFIGS, NOT_ON_CPU, REFUSED
 
 Make = Callable[..., Path]
@@ -133,7 +138,7 @@ def test_what_is_not_served_is_named(
 def test_what_reads_sound_is_refused_for_that(fake_checkpoint: Make) -> None:
     """All of vLLM's that do; cross attention is named as well, also of what reads images."""
     known = known_models().architectures
-    heard = {name for name, traits in known.items() if "sound" in traits}
+    heard = {name for name, traits in known.items() if "sound" in traits} - set(MEDIA)
     assert heard >= {"CohereAsrForConditionalGeneration", "MiniCPMO", "VoxtralRealtimeGeneration"}
 
     for name in heard | {name for name, traits in known.items() if "cross" in traits}:
@@ -144,6 +149,36 @@ def test_what_reads_sound_is_refused_for_that(fake_checkpoint: Make) -> None:
         assert ("the API takes no sound" in caught.value.wrong) == (name in heard)
         assert ("(cross attention)" in caught.value.wrong) == ("cross" in known[name])
         assert caught.value.remedy.startswith("take a checkpoint of a model that reads text")
+
+
+@pytest.mark.parametrize("name", ["gemma-4-e4b-text", "gemma-4-31b-it"])
+def test_what_was_not_tried_with_kv_of_two_sizes(tmp_path: Path, name: str) -> None:
+    config = read_model_config(write(tmp_path, CONFIGS[name]))
+    check_cpu(config, "bfloat16")
+    assert is_tried(config)
+    with pytest.raises(UnsupportedModel, match="on several ranks"):
+        check_cpu(config, "bfloat16", ranks=2)
+    with pytest.raises(UnsupportedModel, match="only tried on the CPU"):
+        check_cuda(config)
+    with pytest.raises(UnsupportedModel, match="drafts were not tried with layers that keep KV"):
+        check_drafts(config, Task.GENERATE, on_cpu=True, ranks=1)
+
+
+@pytest.mark.parametrize("name", ["gemma-3n-e4b-it", "gemma-4-31b-it"])
+def test_what_is_not_served_of_gemma(tmp_path: Path, name: str) -> None:
+    config = read_model_config(write(tmp_path, CONFIGS[name]))
+    assert "are not served, only text" in why_no_images(config)
+    with pytest.raises(CheckpointError, match="adapters of Gemma"):
+        check_base(config, task=Task.GENERATE, ranks=1, cuda=False)
+    quantized = {**CONFIGS[name], "quantization_config": AWQ}
+    with pytest.raises(UnsupportedModel, match="no test serves Gemma"):
+        check_family(read_model_config(write(tmp_path, quantized)))
+    both = {**CONFIGS["gemma-4-e4b-text"], "use_bidirectional_attention": "all"}
+    with pytest.raises(UnsupportedModel, match="attends in both directions"):
+        check_family(read_model_config(write(tmp_path, both)))
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
 
 @pytest.mark.parametrize("name", NOT_ON_CPU)

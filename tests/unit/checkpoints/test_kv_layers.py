@@ -171,6 +171,12 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, changes: dict[str, An
         ("gemma-2-2b-it", 26, 13, 4096),
         ("gemma-3-1b-it", 26, 22, 512),
         ("gemma-3-4b-it", 34, 29, 1024),
+        ("gemma-3n-e4b-it", 20, 16, 512),
+        ("gemma-3n-e2b-text", 20, 16, 512),
+        ("gemma-4-e2b-it", 15, 12, 512),
+        ("gemma-4-e4b-text", 24, 20, 512),
+        ("gemma-4-26b-a4b-it", 30, 25, 1024),
+        ("gemma-4-31b-it", 60, 50, 1024),
         ("c4ai-command-r7b-12-2024", 32, 24, 4097),
         ("olmo-3-7b-instruct", 32, 24, 4096),
         ("exaone-4.0-32b", 64, 48, 4096),
@@ -239,6 +245,69 @@ def test_heads_of_multi_query_types(
 ) -> None:
     """One for keys and values, if the file does not say otherwise."""
     assert kv_heads(config_of(tmp_path, {**CONFIGS[name], **changes})) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "in_window"),
+    [
+        ("gemma-3n-e4b-it", 2 * 2 * 256, 2 * 2 * 256),
+        ("gemma-4-e2b-it", 2 * 1 * 512, 2 * 1 * 256),
+        ("gemma-4-e4b-text", 2 * 2 * 512, 2 * 2 * 256),
+        ("gemma-4-26b-a4b-it", 2 * 2 * 512, 2 * 8 * 256),
+        ("gemma-4-31b-it", 2 * 4 * 512, 2 * 16 * 256),
+    ],
+)
+def test_layers_of_two_sizes(tmp_path: Path, name: str, full: int, in_window: int) -> None:
+    """Layers that read what another one keeps count nothing."""
+    found = kv_layers(config_of(tmp_path, CONFIGS[name]), BF16, cuda=False)
+    tables = found.tables(32, 32768)
+
+    assert found.token_bytes == full * BF16
+    assert found.windowed_token_bytes == found.windowed * in_window * BF16
+    others = (found.attention - found.windowed) * full * BF16
+    assert found.all_token_bytes == others + found.windowed_token_bytes
+    in_blocks = tables.window_tokens or tables.block_tokens
+    assert tables.layer_block_bytes == 32 * max(full, in_window) * BF16
+    assert tables.block_tokens * full == in_blocks * in_window
+    assert set(tables.windows) == {-(-(found.window - 1) // in_blocks) + 1}
+    # However long the longest request is: a table has layers of one size.
+    short = found.tables(32, 64)
+    assert bool(short.windows) is (full != in_window)
+
+
+def gemma_4(tmp_path: Path, **changes: Any) -> KvLayers:
+    config = {**CONFIGS["gemma-4-e4b-text"], **changes}
+    return kv_layers(config_of(tmp_path, config), BF16, cuda=False)
+
+
+def test_what_a_file_of_gemma_4_leaves_out(tmp_path: Path) -> None:
+    """Or says in transformers' newer way. The last layer is a full one, whatever is said."""
+    whole = gemma_4(tmp_path)
+    own = {"per_layer_config": {str(n): {"head_dim": 512} for n in range(5, 42, 6)}}
+    assert gemma_4(tmp_path, global_head_dim=64, **own) == whole
+    assert gemma_4(tmp_path, layer_types=None) == whole
+    found = gemma_4(tmp_path, num_kv_shared_layers=0, layer_types=["sliding_attention"] * 42)
+    assert (found.attention, found.windowed) == (42, 41)
+    without = {k: v for k, v in CONFIGS["gemma-4-e4b-text"].items() if k != "global_head_dim"}
+    assert kv_layers(config_of(tmp_path, without), BF16, cuda=False) == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_kv_shared_layers": 42}, "num_kv_shared_layers is 42, of 42 layers"),
+        ({"num_kv_shared_layers": "all"}, "num_kv_shared_layers is 'all'"),
+        ({"global_head_dim": 640}, "neither is a multiple"),
+        ({"per_layer_config": [1]}, "no table"),
+        ({"per_layer_config": {"5": {"head_dim": [1]}}}, "says of a layer"),
+        ({"per_layer_config": {"5": {"head_dim": 64}, "11": {"head_dim": 32}}}, "several sizes"),
+    ],
+)
+def test_unequal_layers_that_no_engine_has(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        gemma_4(tmp_path, **changes)
 
 
 def test_windows_on_a_long_context_save_memory() -> None:

@@ -39,6 +39,7 @@ class KvCache:
         self._geometry = geometry = placement.geometry
         self.shape = KvShape(
             block_tokens=placement.block_tokens,
+            window_tokens=placement.window_tokens,
             block_bytes=geometry.block_bytes,
             group_blocks=geometry.group_blocks,
             group_slabs=geometry.group_slabs,
@@ -113,7 +114,7 @@ class KvCache:
         their windows move on, they give others back. Raises `KvExhausted` before any does, and
         never for prompts alone."""
         # A resident request has all blocks but that of its last token, if this begins one.
-        size = self.shape.block_tokens
+        size = self.shape.step_tokens
         growing = [known for known in batch if known.num_computed_tokens % size == 0]
         if not self.shape.windows:
             self.provide(len(growing) * self.shape.tables, kv_slabs)

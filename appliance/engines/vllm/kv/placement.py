@@ -126,9 +126,16 @@ class KvPlacement:
 
     @property
     def block_tokens(self) -> int:
-        """Of the tables that grow with a request; of a model that keeps states only, its longest
-        context."""
-        return next((t.block_tokens for t in self.tables if not t.has_state), self._max_context)
+        """Of the tables that keep all tokens, or of those with windows if there are no others; of
+        a model that keeps states only, its longest context."""
+        kept = sorted((t for t in self.tables if not t.has_state), key=lambda table: table.window)
+        return kept[0].block_tokens if kept else self._max_context
+
+    @property
+    def window_tokens(self) -> int:
+        """Of the tables with windows, if others have blocks of other lengths; else 0."""
+        tokens = next((t.block_tokens for t in self.tables if t.window), 0)
+        return tokens if tokens != self.block_tokens else 0
 
     def plan(self, tables: Sequence[KvTable], layer_block_bytes: int) -> KvGeometry:
         """Reserve the addresses; called once. Layers side by side in a block are one to us."""
