@@ -13,14 +13,18 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = json.loads(
 """By name."""
 
 NOT_ON_CPU: Final = {
-    "jamba-v0.1": "no test computes on the CPU",
-    "kimi-linear-48b-a3b": "no test computes on the CPU",
-    "mamba-2.8b-hf": "no test computes on the CPU",
+    "falcon-mamba-7b": r"no kernel on CPUs for Mamba 1 \(selective_scan_fwd\)",
+    "jamba-v0.1": r"no kernel on CPUs for Mamba 1 \(selective_scan_fwd\)",
+    "kimi-linear-48b-a3b": "no kernel on CPUs for Kimi Delta Attention",
+    "mamba-2.8b-hf": r"no kernel on CPUs for Mamba 1 \(selective_scan_fwd\)",
     "step-3.5-flash-bf16": "swiglu_limits.*no kernel on CPUs",
 }
 """Refused on the CPU only, with words of the reason."""
 
 REFUSED: Final = {
+    "bamba-9b-v2": "BambaForCausalLM any more: 0.23.0 was the last",
+    "minimax-text-01": "MiniMaxText01ForCausalLM any more: 0.23.0 was the last",
+    "plamo-2-8b": "Plamo2ForCausalLM any more: 0.26.0 was the last",
     "dbrx-instruct": "experts that vLLM 0.32 does not load",
     "longcat-flash-chat": "attends twice in each layer",
     "dots.llm1.inst": "no architecture Dots1ForCausalLM",

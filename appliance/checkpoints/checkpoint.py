@@ -62,6 +62,8 @@ _POSITIONS: Final = ("seq_length", "max_seq_len", "model_max_length", "max_seque
 """Further names, as vLLM reads them."""
 _TRAINED: Final = "max_trained_positions"
 """Of Nomic's encoders: longer prompts would be computed with embeddings of other bases."""
+_UNLIMITED: Final = 1 << 30
+"""Positions of a model that knows none."""
 _DENSE_DTYPE: Final = "float32"
 """Of dense layers behind the pooling, whatever the model is computed in."""
 _PADDED: Final = ("Roberta", "XLMRoberta")
@@ -242,8 +244,12 @@ def _dense_bytes(path: Path) -> int:
 
 def _max_positions(config: ModelConfig, *, pools: bool) -> int:
     """Tokens of the longest prompt. RoBERTa's positions begin behind that of padding. Of models
-    that pool, the tokenizer and sentence-transformers may say less than config.json."""
-    most = config.integer("max_position_embeddings", default=config.first(*_POSITIONS))
+    that pool, the tokenizer and sentence-transformers may say less than config.json. Layers that
+    only keep a state know no positions: without a number, there is no limit."""
+    said = config.first(*_POSITIONS)
+    if said is None and not kv_layers.attention_layers(config):
+        said = _UNLIMITED
+    most = config.integer("max_position_embeddings", default=said)
     most = min(config.integer(key, default=most) for key in ("n_positions", _TRAINED))
     if config.architecture.startswith(_PADDED):
         padding = config.get("pad_token_id")

@@ -9,7 +9,7 @@ are in `TRIED`, `ENCODERS` and `MEDIA` (docs/models.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from appliance.checkpoints import encoders
@@ -20,6 +20,7 @@ from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.checkpoints.unequal_layers import TWO_SIZES
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
 from appliance.errors import CheckpointError
+from appliance.platform import torchvision
 from appliance.platform.cpus import computes_linear_attention
 
 TRIED: Final = frozenset(
@@ -61,9 +62,11 @@ TRIED: Final = frozenset(
         "HunYuanMoEV1ForCausalLM",
         "Jais2ForCausalLM",
         "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
         "LlamaForCausalLM",
         "MiniCPM3ForCausalLM",
         "MiniMaxM2ForCausalLM",
+        "Mamba2ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "NemotronForCausalLM",
@@ -82,9 +85,12 @@ TRIED: Final = frozenset(
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
         "SeedOssForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
         "SmolLM3ForCausalLM",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
+        "Zamba2ForCausalLM",
     }
 )
 """Architectures that `tests/engine/test_families.py` serves."""
@@ -111,6 +117,16 @@ a prompt is computed in one step, and nothing of it is kept."""
 
 _REWARDER: Final = "Qwen2ForRewardModel"
 """It is served in `tests/engine/test_pooling.py`."""
+
+_MAMBA_1: Final = "Mamba 1 (selective_scan_fwd)"
+NO_CPU_KERNEL: Final[Mapping[str, str]] = {
+    "FalconMambaForCausalLM": _MAMBA_1,
+    "JambaForCausalLM": _MAMBA_1,
+    "JambaForSequenceClassification": _MAMBA_1,
+    "KimiLinearForCausalLM": "Kimi Delta Attention (its kernels are Triton's)",
+    "MambaForCausalLM": _MAMBA_1,
+}
+"""What vLLM's build for CPUs cannot compute, by the architecture that needs it."""
 
 BF16: Final = "take the model's checkpoint with weights in bfloat16 or float16"
 INTEGERS: Final = f"{BF16}, or in integers of 4 or 8 bits that docs/models.md lists"
@@ -155,38 +171,16 @@ def check_family(config: ModelConfig) -> None:
 def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
     """Raise `UnsupportedModel` for a kind of model that is served on GPUs only; its numbers are of
     type `dtype`, and `ranks` have a shard of it each."""
-    name = config.architecture
-    found = quantization.said(config)
-    method = quantization.method_of(found) if found is not None else ""
-    if quantization.quantization(config) is not None and dtype == "float32":
-        raise UnsupportedModel(
-            f"{config.path}: quantized weights ({method}) are computed in bfloat16 or float16, not "
-            f"{dtype}",
-            'take dtype = "bfloat16"',
-        )
-    if found is not None and ranks > 1:
-        raise UnsupportedModel(
-            f"{config.path}: quantized weights ({method}) are not served by several ranks yet",
-            "take devices.tensor_parallel = 1",
-        )
-    limits = config.get("swiglu_limits")  # Step 3.5
-    if isinstance(limits, list) and any(limits):
-        raise UnsupportedModel(
-            f"{config.path}: {name} bounds what its experts compute (swiglu_limits), for which "
-            "vLLM has no kernel on CPUs",
-            ANOTHER,
-        )
+    _check_libraries(config)
+    _check_cpu_weights(config, dtype, ranks)
+    name = served_architecture(config)
     if config.model_type in TWO_SIZES and ranks > 1:
         raise UnsupportedModel(
             f"{config.path}: layers of {name} keep KV of two sizes, which was not tried on several "
             "ranks",
             "take devices.tensor_parallel = 1",
         )
-    if keeps_state(config) and TRIED.isdisjoint((name, base_architecture(name) or "")):
-        raise UnsupportedModel(
-            f"{config.path}: layers of {name} keep a state, which no test computes on the CPU",
-            ANOTHER,
-        )
+    _check_cpu_kernels(config, name)
     if not config.get("linear_key_head_dim"):
         return
     if not computes_linear_attention():
@@ -201,8 +195,47 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
         )
 
 
+def _check_cpu_weights(config: ModelConfig, dtype: str, ranks: int) -> None:
+    """Raise `UnsupportedModel` for quantized weights that are computed in no such way."""
+    found = quantization.said(config)
+    method = quantization.method_of(found) if found is not None else ""
+    if quantization.quantization(config) is not None and dtype == "float32":
+        raise UnsupportedModel(
+            f"{config.path}: quantized weights ({method}) are computed in bfloat16 or float16, not "
+            f"{dtype}",
+            'take dtype = "bfloat16"',
+        )
+    if found is not None and ranks > 1:
+        raise UnsupportedModel(
+            f"{config.path}: quantized weights ({method}) are not served by several ranks yet",
+            "take devices.tensor_parallel = 1",
+        )
+
+
+def _check_cpu_kernels(config: ModelConfig, name: str) -> None:
+    """Raise `UnsupportedModel` for layers that vLLM, or a test, does not compute on CPUs."""
+    limits = config.get("swiglu_limits")  # Step 3.5
+    if isinstance(limits, list) and any(limits):
+        raise UnsupportedModel(
+            f"{config.path}: {name} bounds what its experts compute (swiglu_limits), for which "
+            "vLLM has no kernel on CPUs",
+            ANOTHER,
+        )
+    base = base_architecture(name) or ""
+    if lacking := NO_CPU_KERNEL.get(base):
+        raise UnsupportedModel(
+            f"{config.path}: vLLM has no kernel on CPUs for {lacking}, which {name} needs", ANOTHER
+        )
+    if keeps_state(config) and TRIED.isdisjoint((name, base)):
+        raise UnsupportedModel(
+            f"{config.path}: layers of {name} keep a state, which no test computes on the CPU",
+            ANOTHER,
+        )
+
+
 def check_cuda(config: ModelConfig) -> None:
     """Raise `UnsupportedModel` for a kind of model that is served on the CPU only."""
+    _check_libraries(config)
     found = quantization.said(config)
     if found is not None:
         method = quantization.method_of(found)
@@ -219,10 +252,24 @@ def check_cuda(config: ModelConfig) -> None:
         )
 
 
+def _check_libraries(config: ModelConfig) -> None:
+    """Raise `UnsupportedModel` if the environment lacks what vLLM imports with the model's code."""
+    name = served_architecture(config)
+    if "torchvision" in _known_traits(name) and not torchvision.is_there():
+        raise UnsupportedModel(
+            f"{config.path}: torchvision is not there, which vLLM imports for {name}",
+            "run `make install`",
+        )
+
+
+def _known_traits(architecture: str) -> tuple[str, ...]:
+    """See `KnownModels.architectures`."""
+    return known_models().architectures.get(base_architecture(architecture) or "", ())
+
+
 def keeps_state(config: ModelConfig) -> bool:
     """Whether layers keep a state of constant size, such as Mamba's, instead of keys and values."""
-    base = base_architecture(served_architecture(config))
-    return "state" in known_models().architectures.get(base or "", ())
+    return "state" in _known_traits(served_architecture(config))
 
 
 def is_tried(config: ModelConfig) -> bool:
@@ -256,26 +303,30 @@ def _quantized(config: ModelConfig) -> _Found:
 
 
 def _unknown(config: ModelConfig) -> _Found:
-    if config.model_type not in known_models().types:
+    name, known = config.architecture, known_models()
+    if last := known.removed.get(name):
+        return f"vLLM has no architecture {name} any more: {last} was the last one with it", ANOTHER
+    if config.model_type not in known.types:
         named = f"model_type {config.model_type!r}" if config.model_type else "no model_type"
         return (
             f"config.json has {named}, so that it can only be read with code that comes with the "
             "checkpoint, which is never run",
             ANOTHER,
         )
-    if base_architecture(config.architecture) is None:
-        return f"vLLM has no architecture {config.architecture} of its own", ANOTHER
+    if base_architecture(name) is None:
+        return f"vLLM has no architecture {name} of its own", ANOTHER
     return None
 
 
 def _traits(config: ModelConfig) -> _Found:
-    base = base_architecture(config.architecture)
-    traits = known_models().architectures.get(base or "", ())
     name = config.architecture
+    traits = _known_traits(name)
     if "libraries" in traits:
         return f"vLLM needs libraries for {name} that are not installed", ANOTHER
     if "media" in traits and name not in MEDIA:
         return _why_no_media(name, traits), TEXT
+    if "torchvision" in traits and name not in TRIED:
+        return f"vLLM needs torchvision for {name}, which no test serves", ANOTHER
     if not served_architecture(config):
         return (
             f"{name} reads images, which is not supported yet, and no test serves its text with a "
@@ -328,7 +379,7 @@ def _why_no_media(architecture: str, traits: Collection[str]) -> str:
 def _pools(config: ModelConfig) -> _Found:
     """Those that neither generate, embed nor score in a usual way: their names say so."""
     name = config.architecture
-    traits = known_models().architectures.get(base_architecture(name) or "", ())
+    traits = _known_traits(name)
     if "pooling" in traits and not name.endswith(POOLING_ENDINGS):
         return f"{name} pools prompts in a way that is not computed here", ANOTHER
     return None

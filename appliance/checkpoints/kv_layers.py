@@ -20,6 +20,7 @@ from appliance.checkpoints.unequal_layers import (
 )
 from appliance.checkpoints.windows import STEP_TOKENS, Windowed, window_blocks, windowed
 from appliance.errors import CheckpointError
+from appliance.platform.cpus import computes_linear_attention
 
 STATE_BYTES: Final = 4
 """Of a number of a state, where it is kept in float32."""
@@ -199,6 +200,11 @@ def heads(config: ModelConfig) -> int:
     return config.integer("num_attention_heads", default=None if _counts(config)[0] else 1)
 
 
+def attention_layers(config: ModelConfig) -> int:
+    """Layers that keep keys and values."""
+    return _counts(config)[0]
+
+
 def kv_heads(config: ModelConfig) -> int:
     """Heads for keys and values."""
     if config.model_type in _MULTI_QUERY and not config.get("new_decoder_architecture"):
@@ -309,7 +315,8 @@ def _state_bytes(config: ModelConfig, number_bytes: int, *, cuda: bool) -> int:
         keys = number("linear_num_key_heads") * number("linear_key_head_dim")
         values = number("linear_num_value_heads") * number("linear_value_head_dim")
         back = number("linear_conv_kernel_dim", default=4) - 1
-        summed = values * number("linear_key_head_dim") * (number_bytes if cuda else STATE_BYTES)
+        exact = not cuda or config.get("mamba_ssm_dtype") == "float32"
+        summed = values * number("linear_key_head_dim") * (STATE_BYTES if exact else number_bytes)
         return back * (2 * keys + values) * number_bytes + summed
     back = number("mamba_d_conv", "conv_kernel", default=4) - 1
     size = number("mamba_d_state", "ssm_state_size", "state_size")
@@ -321,7 +328,9 @@ def _state_bytes(config: ModelConfig, number_bytes: int, *, cuda: bool) -> int:
         "mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim"
     )
     groups = number("mamba_n_groups", "mamba_ngroups", "n_groups", default=1)
-    kept = STATE_BYTES if config.model_type == "nemotron_h" else number_bytes
+    # vLLM keeps all states in float32 on a CPU that has the instructions for linear attention.
+    exact = config.model_type == "nemotron_h" or (not cuda and computes_linear_attention())
+    kept = STATE_BYTES if exact else number_bytes
     return back * (width + 2 * groups * size) * number_bytes + width * size * kept
 
 

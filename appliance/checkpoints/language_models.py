@@ -49,6 +49,10 @@ MEDIA: Final[Mapping[str, Media]] = {
     "Qwen3VLMoeForConditionalGeneration": Media(
         _VISUAL, {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"}
     ),
+    "Qwen3_5ForConditionalGeneration": Media(_VISUAL, {"qwen3_5_text": "Qwen3_5ForCausalLM"}),
+    "Qwen3_5MoeForConditionalGeneration": Media(
+        _VISUAL, {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+    ),
 }
 """By architecture. These are what `tests/engine/test_language_models.py` serves: of others it is
 not known what is to be left out, and how the rest is to be computed."""

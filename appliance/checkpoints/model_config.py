@@ -48,7 +48,10 @@ class KnownModels(msgspec.Struct, frozen=True):
     """What is special about each: `state` (layers keep something else than keys and values),
     `media` (it reads images or sound as well: `images`, `sound`, as far as that is known), `cross`
     (its decoder attends to what an encoder made of them), `pooling` (it does not generate),
-    `libraries` (vLLM needs some for it that are not installed)."""
+    `torchvision` (vLLM imports it with the architecture's code), `libraries` (vLLM needs others for
+    it that are not installed)."""
+    removed: dict[str, str]
+    """Architectures that earlier versions of vLLM had: the last version with each."""
     endings: tuple[str, ...]
     """Of the names of architectures, in the order in which vLLM replaces one by another."""
     types: dict[str, ModelType]

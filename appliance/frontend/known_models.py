@@ -8,9 +8,11 @@ The daemon has neither of them, and has to say of a checkpoint whether it can be
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from inspect import getsource
@@ -18,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+TORCHVISION: Final = "torchvision"
 KEYS: Final = (
     "hidden_size",
     "num_hidden_layers",
@@ -51,11 +54,32 @@ _PROBE: Final = 96
 def known_models() -> dict[str, Any]:
     """See `appliance.checkpoints.model_config.KnownModels`."""
     from vllm.config.model import iter_architecture_defaults
-    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.model_executor.models.registry import (
+        _PREVIOUSLY_SUPPORTED_MODELS,
+        ModelRegistry,
+    )
 
     endings = [ending for ending, _ in iter_architecture_defaults()]
     traits = {name: known_traits(name) for name in sorted(ModelRegistry.models)}
-    return {"endings": endings, "architectures": traits, "types": dict(_types())}
+    with_it = [name for name, found in traits.items() if TORCHVISION in found]
+    # What transformers says of the library once, it says always: hence another process.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, _begin_with_torchvision) as process:
+        more = process.map(known_traits, with_it)
+        traits |= {name: [TORCHVISION, *found] for name, found in zip(with_it, more, strict=True)}
+    return {
+        "endings": endings,
+        "architectures": traits,
+        "removed": dict(sorted(_PREVIOUSLY_SUPPORTED_MODELS.items())),
+        "types": dict(_types()),
+    }
+
+
+def _begin_with_torchvision() -> None:
+    from appliance.engines.vllm.images.libraries import provide_torchvision
+
+    if not provide_torchvision():
+        raise RuntimeError("torchvision is not there: run `make install`")
 
 
 def known_traits(architecture: str) -> list[str]:
@@ -66,8 +90,8 @@ def known_traits(architecture: str) -> list[str]:
         return _media(architecture)  # not all of these can be imported: some need libraries
     try:
         model = registry.ModelRegistry.models[architecture].load_model_cls()
-    except ImportError:
-        return ["libraries"]
+    except ImportError as error:
+        return [TORCHVISION if error.name == TORCHVISION else "libraries"]
     info = registry._ModelInfo.from_model_cls(model)
     found = {
         "pooling": not info.is_text_generation_model,
@@ -199,7 +223,11 @@ def main() -> int:
     with redirect_stdout(sys.stderr):  # where libraries print
         found = known_models()
     lines = [f'"endings": {json.dumps(found["endings"])}']
-    for name in ("architectures", "types"):  # a line for each, so that changes can be read
+    for name in (
+        "architectures",
+        "removed",
+        "types",
+    ):  # a line for each, so that changes can be read
         rows = [f"{json.dumps(key)}: {json.dumps(row)}" for key, row in found[name].items()]
         lines.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")
     sys.stdout.write("{\n" + ",\n".join(lines) + "\n}\n")

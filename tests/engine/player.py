@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from appliance.engines.protocol import Produced
@@ -13,6 +13,21 @@ def prompts(model: str) -> list[tuple[int, ...]]:
     """Three prompts: shorter than a block, ending on one, and over several."""
     start = 3 + sum(model.encode()) % 50
     return [tuple(start + i * 7 % 400 for i in range(n)) for n in (5, 64, 90)]
+
+
+def continued(
+    ask: Callable[[Sequence[tuple[int, ...]], int], list[list[int]]],
+    asked: Sequence[tuple[int, ...]],
+    kept: Sequence[Sequence[int]],
+    length: int,
+) -> list[list[int]]:
+    """What plain vLLM says in so many tokens, if it begins anew behind those `kept`: `ask` has it
+    say so many behind each prompt. A token that is computed with a prompt may differ in the last
+    bit from one that is decoded, where numbers are rounded to bfloat16."""
+    tokens = len(kept[0])
+    assert [list(output) for output in kept] == [said[:tokens] for said in ask(asked, length)]
+    tails = ask([(*p, *output) for p, output in zip(asked, kept, strict=True)], length - tokens)
+    return [[*output, *tail] for output, tail in zip(kept, tails, strict=True)]
 
 
 class Player:

@@ -73,6 +73,8 @@ _CLASSES: Final = {
 """Architectures that transformers spells otherwise by now."""
 _PATTERN: Final = "M*-"
 """A layer of each kind: Mamba, attention, and neither."""
+_BLOCKS: Final = ["mamba", "hybrid", "mamba", "hybrid", "hybrid"]
+"""Those with attention take turns with two sets of its weights."""
 _NORMS: Final = ("norm", ".ln_attn.", ".ln_mlp.")
 """In names of weights that stay as they are."""
 _OWN: Final[dict[str, dict[str, int]]] = {
@@ -87,6 +89,15 @@ _OWN: Final[dict[str, dict[str, int]]] = {
         "moe_topk": 2,
         "num_layers": LAYERS,
         "zero_expert_num": 2,
+    },
+    # Heads are as wide as the embedding, twice.
+    "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
+    "zamba2": {
+        "n_mamba_heads": 4,
+        "mamba_headdim": 2 * HIDDEN // 4,
+        "attention_head_dim": 2 * HIDDEN // HEADS,
+        "attention_hidden_size": 2 * HIDDEN,
+        "adapter_rank": 8,
     },
     # Experts are weighted before they compute, so that a token has one of them.
     "llama4_text": {"num_experts_per_tok": 1},
@@ -177,10 +188,14 @@ def _shrink(part: dict[str, Any]) -> None:
             part[key] = part[key][:layers]
     if "hybrid_override_pattern" in given:
         part["hybrid_override_pattern"] = _PATTERN
-    scaling = part.get("rope_scaling")
+    if "layers_block_type" in given:
+        part["layers_block_type"] = _BLOCKS
+    scaling = part.get("rope_scaling") or part.get("rope_parameters")
     if scaling and "mrope_section" in scaling:
         sections = scaling["mrope_section"]
-        scaling["mrope_section"] = [n * HEAD_DIM // (2 * sum(sections)) for n in sections]
+        rotated = int(HEAD_DIM * scaling.get("partial_rotary_factor", 1.0)) // 2
+        others = [n * rotated // sum(sections) for n in sections[1:]]
+        scaling["mrope_section"] = [rotated - sum(others), *others]
     if scaling and "long_factor" in scaling:
         rotary = int(HEAD_DIM * part.get("partial_rotary_factor", 1.0)) // 2
         for key in ("long_factor", "short_factor"):
@@ -207,6 +222,8 @@ def _layers(part: dict[str, Any]) -> int:
         return 2 * _UNEQUAL
     if "hybrid_override_pattern" in part:
         return len(_PATTERN)
+    if "layers_block_type" in part:
+        return len(_BLOCKS)
     if "full_attention_interval" in part:
         return int(part["full_attention_interval"])
     if part.get("model_type") == "llama4_text":  # the last has no rotary embeddings

@@ -4,23 +4,26 @@ of which the appliance builds the language models alone."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from appliance.checkpoints.checkpoint import tensor_bytes
+from appliance.checkpoints.checkpoint import read_checkpoint, tensor_bytes
+from appliance.checkpoints.families import UnsupportedModel
 from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.safetensors import read_header, weight_files
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import least, read_model
+from appliance.platform.cpus import computes_linear_attention
 from appliance.units import Bytes, Memory
 from tests.configs import CONFIGS, REFUSED
 from tests.engine.conftest import plain_process
 from tests.engine.house import POOL_SLABS, SLAB, PlainAnswers, Sampling, make_house
-from tests.engine.player import Player, prompts
+from tests.engine.player import Player, continued, prompts
 from tests.engine.shrunken import make_shrunken
 
 CONTEXT, LENGTH, SLABS = 1024, 16, 48
@@ -40,7 +43,12 @@ NAMES = sorted(
 
 ALONE: Final = frozenset({"gemma-3n-e4b-it"})
 """Plain vLLM cannot compute the whole model of these without images, and gives the answers of a
-checkpoint of text. `test_rotary` compares such a one with transformers."""
+checkpoint of text. `test_transformers` compares such a one with transformers."""
+
+LINEAR = {name for name in NAMES if "linear_key_head_dim" in CONFIGS[name].get("text_config", ())}
+"""Their attention is computed in bfloat16, and on some CPUs only. There, to rotate by three
+positions rounds otherwise than by one, so plain vLLM's whole model is given one as well. After a
+loss, they go on as plain vLLM does behind the same tokens."""
 
 GREEDY = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 
@@ -54,11 +62,28 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainAnswers]:
         yield answers
 
 
-def texts_of(plain: PlainAnswers, path: str, asked: list[tuple[int, ...]]) -> list[list[int]]:
+def texts_of(
+    plain: PlainAnswers, path: str, dtype: str, asked: Sequence[tuple[int, ...]], tokens: int
+) -> list[list[int]]:
     """What plain vLLM's whole model says, of which the towers alone are not loaded."""
     options = {"skip_tokenizer_init": True, "language_model_only": True}
-    answers = plain(path, "float32", asked, [GREEDY] * len(asked), **options)
+    sampling = [{**GREEDY, "max_tokens": tokens}] * len(asked)
+    answers = plain(path, dtype, list(asked), sampling, **options)
     return [answer["sequences"][0] for answer in answers]
+
+
+def with_one_position(path: Path) -> str:
+    """The same checkpoint, whose tokens have one position each; its path."""
+    folder = path.with_name(f"{path.name}-one-position")
+    folder.mkdir()
+    for file in path.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((path / "config.json").read_text())
+    rope = config["text_config"]["rope_parameters"]
+    del rope["mrope_section"], rope["mrope_interleaved"]
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,18 +92,25 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
     KV is swapped between every three tokens, and all is lost once, as when a worker is killed;
     what reads images takes no memory."""
     path = make_shrunken(tmp_path, name, CONFIGS[name])
-    model = Model(name=name, path=path, dtype="float32", max_context=CONTEXT)
+    dtype = "bfloat16" if name in LINEAR else "float32"
+    model = Model(name=name, path=path, dtype=dtype, max_context=CONTEXT)
     house = make_house()
+    if name in LINEAR and not computes_linear_attention():
+        with pytest.raises(UnsupportedModel, match="lacks the instructions"):
+            read_model(model, DEVICES)
+        return
     known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
-    engine = house.build(name, path, dtype="float32")
+    engine = house.build(name, path, dtype=dtype)
     assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
     assert known.weights <= engine.weight_slabs <= known.weights + 1
     after_loss = make_house()
-    after_loss.build(name, path, dtype="float32")
-    player = Player(house, name, GREEDY, prompts(name))
+    after_loss.build(name, path, dtype=dtype)
+    asked = prompts(name)
+    player = Player(house, name, GREEDY, asked)
 
     player.turn(3, SLABS)
     player.turn(3, SLABS)
+    kept = [list(output) for output in player.outputs.values()]
     player.lose(after_loss)
     while player.live:
         player.turn(3, SLABS)
@@ -87,7 +119,11 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
         config = CONFIGS[name]
         text = {**config["text_config"], "architectures": [engine_architecture(config)]}
         path = make_shrunken(tmp_path / "alone", name, text)
-    answers = texts_of(plain, path, prompts(name))
+    if name in LINEAR:
+        ask = partial(texts_of, plain, with_one_position(Path(path)), dtype)
+        answers = continued(ask, asked, kept, LENGTH)
+    else:
+        answers = texts_of(plain, path, dtype, asked, LENGTH)
     assert list(player.outputs.values()) == answers
     longest = [*player.outputs.values()][-1]
     assert len(set(longest)) > 2, "it says the same token again and again"
@@ -106,8 +142,7 @@ def test_files_have_what_reads_images(tmp_path: Path, name: str) -> None:
     path = Path(make_shrunken(tmp_path, name, CONFIGS[name]))
     files = [read_header(file) for file in weight_files(path)]
     stored = tensor_bytes((tensor for file in files for tensor in file.tensors), "float32")
-    model = Model(name=name, path=str(path), dtype="float32", max_context=CONTEXT)
-    assert stored - read_model(model, DEVICES).parameters * 4 > 2 * SLAB
+    assert stored - read_checkpoint(name, path, "float32").parameters * 4 > 2 * SLAB
 
 
 def test_all_that_is_said_to_be_tried_is(tmp_path: Path) -> None:

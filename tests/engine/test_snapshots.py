@@ -25,11 +25,18 @@ from tests.engine.test_prefix import Crowd, PoisonVmm, break_executor, prompt
 MLA = "deepseek-v2-lite"
 GLM = "glm-4.7-flash"
 """Compressed KV, too, of queries that vLLM rotates wrongly (`appliance.engines.vllm.layers`)."""
-STATES = ["granite-4.0-h-tiny", "nemotron-h-8b", "falcon-h1-1.5b-instruct", "lfm2-1.2b"]
-"""Falcon-H1 has both in each layer; LFM2's blocks are short, and a snapshot ends with one."""
+STATES = [
+    "granite-4.0-h-tiny",
+    "nemotron-h-8b",
+    "falcon-h1-1.5b-instruct",
+    "lfm2-1.2b",
+    "mamba-codestral-7b-v0.1",
+]
+"""Falcon-H1 has both in each layer, and Mamba 2 has states only; LFM2's blocks are short, and a
+snapshot ends with one."""
 HYBRID = STATES[0]
-LINEAR = "qwen3-next-80b-a3b-instruct"
-"""It is computed in bfloat16, and on some CPUs only."""
+LINEAR = ["qwen3-next-80b-a3b-instruct", "qwen3.5-27b-text"]
+"""They are computed in bfloat16, and on some CPUs only."""
 CONTEXT = 2048
 PLENTY = 120
 GREEDY = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -54,9 +61,9 @@ def built(folder: Path) -> House:
     for name in (MLA, GLM, *STATES):
         path = make_shrunken(folder, name, CONFIGS[name])
         house.build(name, path, dtype="float32", max_context=CONTEXT)
-    if computes_linear_attention():
-        path = make_shrunken(folder, LINEAR, CONFIGS[LINEAR])
-        house.build(LINEAR, path, dtype="bfloat16", max_context=CONTEXT)
+    for name in LINEAR if computes_linear_attention() else ():
+        path = make_shrunken(folder, name, CONFIGS[name])
+        house.build(name, path, dtype="bfloat16", max_context=CONTEXT)
     everything = arena.reserve("poison", arena.slabs)
     everything.map(range(everything.slots))
     everything.release()
@@ -194,9 +201,10 @@ def test_next_turn_finds_what_was_written(
 
 
 @pytest.mark.skipif(not computes_linear_attention(), reason="the CPU lacks the instructions")
-def test_linear_attention_goes_on_behind_a_hit(serve: Callable[[str], Served]) -> None:
+@pytest.mark.parametrize("model", LINEAR)
+def test_linear_attention_goes_on_behind_a_hit(serve: Callable[[str], Served], model: str) -> None:
     """What is computed behind a snapshot is the same to the bit, as steps end there anyway."""
-    served = serve(LINEAR)
+    served = serve(model)
     first, computed = served.run(prompt(700))
     assert computed == 700
 

@@ -26,6 +26,7 @@ NAMES: Final = (
     "gemma-3-4b-it",
     "mistral-small-3.1-24b-instruct-2503",
     "qwen2.5-vl-7b-instruct",
+    "qwen3.5-27b",
     "qwen3-vl-8b-instruct",
 )
 HELLO: Final = [{"role": "user", "content": "hello"}]

@@ -26,6 +26,7 @@ from appliance.checkpoints.language_models import MEDIA, why_no_images
 from appliance.checkpoints.model_config import known_models, read_model_config
 from appliance.config.loader import load_config
 from appliance.errors import CheckpointError, ConfigError
+from appliance.platform import torchvision
 from appliance.vocabulary import Task
 from tests.configs import CONFIGS, NOT_ON_CPU, REFUSED
 
@@ -126,6 +127,10 @@ def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) 
             },
             "keys and values of different sizes.*; take a model of another family",
         ),
+        (
+            {"architectures": ["MiniMaxM3SparseForCausalLM"]},
+            "needs torchvision for MiniMaxM3SparseForCausalLM, which no test serves",
+        ),
     ],
 )
 def test_what_is_not_served_is_named(
@@ -202,6 +207,22 @@ def test_linear_attention_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(families, "computes_linear_attention", lambda: False)
     with pytest.raises(UnsupportedModel, match="lacks the instructions"):
         check_cpu(config, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-27b", "qwen3.5-35b-a3b-text"])
+def test_code_that_imports_torchvision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """vLLM's module of Qwen3.5 does, also for a checkpoint of text."""
+    config = read_model_config(write(tmp_path, CONFIGS[name]))
+    monkeypatch.setattr(families, "computes_linear_attention", lambda: True)
+    monkeypatch.setattr(torchvision, "is_there", lambda: True)
+    check_cpu(config, "bfloat16")
+    check_cuda(config)
+    monkeypatch.setattr(torchvision, "is_there", lambda: False)
+    for check in (check_cuda, lambda config: check_cpu(config, "bfloat16")):
+        with pytest.raises(UnsupportedModel, match=r"torchvision is not there, .*; run `make"):
+            check(config)
 
 
 def test_names_and_defaults_are_those_of_transformers(tmp_path: Path) -> None:

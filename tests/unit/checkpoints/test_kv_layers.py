@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.checkpoints import kv_layers as kv_layers_module
 from appliance.checkpoints.kv_layers import KvLayers, kv_heads, kv_layers
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.errors import CheckpointError
@@ -43,7 +44,7 @@ def config_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
             4,
             2 * 4 * 128 * BF16,
             36,
-            3 * (48 * 64 + 2 * 128) * BF16 + 48 * 64 * 128 * BF16,
+            3 * (48 * 64 + 2 * 128) * BF16 + 48 * 64 * 128 * 4,
         ),
         (
             "nemotron-h-8b",
@@ -57,17 +58,53 @@ def config_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
             24,
             2 * 2 * 128 * BF16,
             24,
-            3 * (48 * 64 + 2 * 256) * BF16 + 48 * 64 * 256 * BF16,
+            3 * (48 * 64 + 2 * 256) * BF16 + 48 * 64 * 256 * 4,
         ),
         ("lfm2-1.2b", 6, 2 * 8 * 64 * BF16, 10, 2 * 2048 * BF16),
+        ("lfm2-8b-a1b", 6, 2 * 8 * 64 * BF16, 18, 2 * 2048 * BF16),
+        (
+            "mamba-codestral-7b-v0.1",
+            0,
+            0,
+            64,
+            3 * (128 * 64 + 2 * 8 * 128) * BF16 + 128 * 64 * 128 * 4,
+        ),
+        (
+            "qwen3.5-27b",
+            16,
+            2 * 4 * 256 * BF16,
+            48,
+            3 * (2 * 16 * 128 + 48 * 128) * BF16 + 48 * 128 * 128 * 4,
+        ),
+        (
+            "qwen3.5-35b-a3b",
+            10,
+            2 * 2 * 256 * BF16,
+            30,
+            3 * (2 * 16 * 128 + 32 * 128) * BF16 + 32 * 128 * 128 * 4,
+        ),
+        (
+            "zamba2-7b",
+            13,
+            2 * 32 * 224 * BF16,
+            81,
+            3 * (112 * 64 + 2 * 2 * 64) * BF16 + 112 * 64 * 64 * 4,
+        ),
         ("jamba-v0.1", 4, 2 * 8 * 128 * BF16, 28, (3 + 16) * 8192 * BF16),
         ("mamba-2.8b-hf", 0, 0, 64, (3 + 16) * 5120 * BF16),
         ("kimi-linear-48b-a3b", 7, (512 + 64) * BF16, 20, 3 * 3 * 4096 * BF16 + 4096 * 128 * 4),
     ],
 )
 def test_published_models(
-    tmp_path: Path, name: str, attention: int, token_bytes: int, states: int, state_bytes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    attention: int,
+    token_bytes: int,
+    states: int,
+    state_bytes: int,
 ) -> None:
+    monkeypatch.setattr(kv_layers_module, "computes_linear_attention", lambda: True)
     found = kv_layers(config_of(tmp_path, CONFIGS[name]), BF16, cuda=False)
 
     assert (found.attention, found.token_bytes) == (attention, token_bytes)
@@ -101,8 +138,23 @@ def test_a_count_of_layers_that_no_model_has(tmp_path: Path) -> None:
     assert kv_layers(config_of(tmp_path, many), BF16, cuda=True).attention == 1 << 36
 
 
+def test_states_on_cpus_of_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps those of Mamba 2 in float32 where the CPU has certain instructions."""
+    config = config_of(tmp_path, CONFIGS["granite-4.0-h-tiny"])
+    monkeypatch.setattr(kv_layers_module, "computes_linear_attention", lambda: True)
+    newer = kv_layers(config, BF16, cuda=False).state_bytes
+    monkeypatch.setattr(kv_layers_module, "computes_linear_attention", lambda: False)
+    older = kv_layers(config, BF16, cuda=False).state_bytes
+    assert newer - older == 48 * 64 * 128 * BF16
+    assert older == kv_layers(config, BF16, cuda=True).state_bytes
+
+
 def test_linear_attention_keeps_less_on_a_gpu(tmp_path: Path) -> None:
-    """There a state is of the type that the model is computed in; on the CPU, of float32."""
+    """There a state is of the type that the model is computed in, if the file says no other; on the
+    CPU, of float32."""
+    exact = config_of(tmp_path, CONFIGS["qwen3.5-27b"])
+    one, other = (kv_layers(exact, BF16, cuda=cuda) for cuda in (False, True))
+    assert one.state_bytes == other.state_bytes
     config = config_of(tmp_path, CONFIGS["qwen3-next-80b-a3b-instruct"])
     on_cpu, on_gpu = (kv_layers(config, BF16, cuda=cuda) for cuda in (False, True))
     assert on_cpu.state_bytes - on_gpu.state_bytes == 32 * 128 * 128 * BF16
