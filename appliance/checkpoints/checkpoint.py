@@ -162,7 +162,7 @@ def read_checkpoint(
     kept = _kept(config, tensors)
     own_task = read_task(path, task)
     weight_bytes = _weight_bytes(config, kept, resolved, own_task, cuda=cuda)
-    readers = image_tensors(files, architecture) if images else []
+    readers = image_tensors(files, config) if images else []
     if images and (wrong := why_not_whole(config, tensors, readers)):
         raise UnsupportedModel(f"{path}: {wrong}", "use images = 0, or take another checkpoint")
     weight_bytes += tensor_bytes(readers, resolved)

@@ -4,6 +4,7 @@ of text that they are. What reads images (towers, and projectors behind them) is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,9 @@ class Media(NamedTuple):
     """What its parts are called that are not loaded."""
     languages: Mapping[str, str]
     """The architectures of its language models, by their types."""
+    seen: int | None = None
+    """The layer of the tower behind which the rest is not computed, where the file does not say
+    `vision_feature_layer`. None if all layers are, whatever it says."""
 
 
 _PROJECTED: Final = frozenset({"vision_tower", "multi_modal_projector"})
@@ -31,6 +35,8 @@ MEDIA: Final[Mapping[str, Media]] = {
     "Gemma3ForConditionalGeneration": Media(_PROJECTED, {"gemma3_text": "Gemma3ForCausalLM"}),
     "Gemma3nForConditionalGeneration": Media(_HEARD, {"gemma3n_text": "Gemma3nForCausalLM"}),
     "Gemma4ForConditionalGeneration": Media(_HEARD, {"gemma4_text": "Gemma4ForCausalLM"}),
+    "Glm4vForConditionalGeneration": Media(_VISUAL, {"glm4v_text": "Glm4ForCausalLM"}),
+    "Glm4vMoeForConditionalGeneration": Media(_VISUAL, {"glm4v_moe_text": "Glm4MoeForCausalLM"}),
     "InternVLForConditionalGeneration": Media(
         _PROJECTED, {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     ),
@@ -38,10 +44,12 @@ MEDIA: Final[Mapping[str, Media]] = {
         frozenset({"vision_model", "multi_modal_projector"}), {"llama4_text": "Llama4ForCausalLM"}
     ),
     "LlavaForConditionalGeneration": Media(
-        _PROJECTED, {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+        _PROJECTED, {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}, seen=-2
     ),
     "Mistral3ForConditionalGeneration": Media(
-        _PROJECTED, {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"}
+        _PROJECTED,
+        {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+        seen=-1,
     ),
     "Qwen2VLForConditionalGeneration": Media(_VISUAL, {"qwen2_vl_text": "Qwen2ForCausalLM"}),
     "Qwen2_5_VLForConditionalGeneration": Media(_VISUAL, {"qwen2_5_vl_text": "Qwen2ForCausalLM"}),
@@ -64,6 +72,12 @@ same architecture alone do not."""
 READS_IMAGES: Final = frozenset(
     {
         "Gemma3ForConditionalGeneration",
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
@@ -81,6 +95,12 @@ RENAMED: Final = (
 """What names of tensors begin with, and with what they begin in a checkpoint of text alone: there
 are names of transformers before its version 4.52, and after."""
 
+_LLAVA: Final = "LlavaForConditionalGeneration"
+_LAYER: Final = re.compile(r"\.layers?\.(\d+)\.")
+_PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
+_TEKKEN: Final = "tekken.json"
+_CONSOLIDATED: Final = "consolidated*.safetensors"
+"""With such files next to tekken.json, vLLM takes the latter for the tokenizer."""
 _TEMPLATE: Final = "chat_template.json"
 _NEWER_TEMPLATE: Final = "chat_template.jinja"
 
@@ -118,15 +138,33 @@ def language_layer(name: str, architecture: str) -> str:
     return _renamed(name) if architecture in MEDIA else name
 
 
-def image_tensors(files: Iterable[WeightFile], architecture: str) -> list[TensorEntry]:
-    """The tensors that `language_tensors` leaves out, under their own names."""
-    media = MEDIA.get(architecture)
-    return [
-        tensor
+def image_tensors(files: Iterable[WeightFile], config: ModelConfig) -> list[TensorEntry]:
+    """The tensors that `language_tensors` leaves out, under their own names, as far as a model that
+    is served whole has them: not those of layers of the tower whose output is not used."""
+    media = MEDIA.get(config.architecture)
+    if media is None:
+        return []
+    found = [
+        (tensor, _LAYER.search(tensor.name))
         for file in files
         for tensor in file.tensors
-        if media is not None and _part(tensor.name) in media.towers
+        if _part(tensor.name) in media.towers
     ]
+    count = 1 + max((int(layer[1]) for _, layer in found if layer), default=-1)
+    used = _layers_used(config, media, count)
+    return [tensor for tensor, layer in found if layer is None or int(layer[1]) < used]
+
+
+def _layers_used(config: ModelConfig, media: Media, count: int) -> int:
+    """Of so many layers of a tower."""
+    if media.seen is None:
+        return count
+    said = config.whole.get("vision_feature_layer")
+    layers = said if isinstance(said, list) else [media.seen if said is None else said]
+    known = [layer for layer in layers if isinstance(layer, int)]
+    if not known or len(known) < len(layers):
+        raise CheckpointError(f"{config.path}: vision_feature_layer is {said!r}, not a layer")
+    return max(layer if layer >= 0 else count + layer + 1 for layer in known)
 
 
 def why_no_images(
@@ -136,12 +174,39 @@ def why_no_images(
     `cuda`, with torchvision if `libraries`; empty if it can."""
     if config.architecture not in READS_IMAGES:
         return f"images of {config.architecture} are not served, only text"
+    if config.architecture == _LLAVA and (wrong := _why_not_llava(config)):
+        return f"{wrong}: its images are not served, only text"
+    if wrong := _why_not_files(config.path):
+        return wrong
     if cuda:
         return "images are not served on GPUs by this version, only text"
     if ranks > 1:
         return "images are not served by several ranks, only text"
     if not libraries:
         return "torchvision is not there, which models that read images need: run `make install`"
+    return ""
+
+
+def _why_not_files(path: Path) -> str:
+    """Of what prepares images and prompts."""
+    if not any((path / name).exists() for name in _PROCESSORS):
+        return f"{path} has neither of {' and '.join(_PROCESSORS)}, which say how to prepare images"
+    if (path / _TEKKEN).exists() and (
+        any(path.glob(_CONSOLIDATED)) or not (path / "tokenizer.json").exists()
+    ):
+        return f"images are not served where vLLM tokenizes by {_TEKKEN}, and not tokenizer.json"
+    return ""
+
+
+def _why_not_llava(config: ModelConfig) -> str:
+    """Of this architecture there are models with several towers."""
+    vision = config.whole.get("vision_config")
+    tower = vision.get("model_type") if isinstance(vision, dict) else None
+    if tower not in ("clip_vision_model", "pixtral"):
+        return f"no test serves {_LLAVA} with a tower of type {tower}"
+    chosen = config.whole.get("vision_feature_select_strategy", "default")
+    if tower == "pixtral" and chosen != "full":  # vLLM leaves out the first patch of a step
+        return f"vision_feature_select_strategy is {chosen!r}, and Pixtral's images need 'full'"
     return ""
 
 

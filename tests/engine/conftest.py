@@ -69,6 +69,7 @@ def scores(positions):
 
 def told(answer):
     return {
+        "prompt": list(answer.prompt_token_ids),
         "sequences": [list(one.token_ids) for one in answer.outputs],
         "logprobs": scores(answer.outputs[0].logprobs),
         "prompt_logprobs": scores(answer.prompt_logprobs),

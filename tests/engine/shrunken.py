@@ -103,6 +103,8 @@ _OWN: Final[dict[str, dict[str, int]]] = {
     "llama4_text": {"num_experts_per_tok": 1},
     # A matrix of experts has other sizes than its transposed one.
     "qwen3_vl_moe_text": {"moe_intermediate_size": 96},
+    # Its patches are read by fours.
+    "llama4_vision_model": {"intermediate_size": 4 * HIDDEN},
 }
 """Of a type."""
 _PERIODIC: Final = ("layer_types", "mlp_layer_types", "is_moe_layer", "no_rope_layers")
@@ -154,6 +156,7 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
             part.update((key, size) for key, size in SIZES.items() if key in part)
     if isinstance(vision := small.get("vision_config"), dict):
         vision.update((key, value) for key, value in _VISION.items() if key in vision)
+        vision.update(_OWN.get(vision.get("model_type", ""), {}))
     if isinstance(audio := small.get("audio_config"), dict):
         audio.update((key, value) for key, value in _AUDIO.items() if key in audio)
     small["torch_dtype"] = "float32"
@@ -190,14 +193,14 @@ def _shrink(part: dict[str, Any]) -> None:
         part["hybrid_override_pattern"] = _PATTERN
     if "layers_block_type" in given:
         part["layers_block_type"] = _BLOCKS
-    scaling = part.get("rope_scaling") or part.get("rope_parameters")
-    if scaling and "mrope_section" in scaling:
+    scaling = part.get("rope_scaling") or part.get("rope_parameters") or {}
+    share = scaling.get("partial_rotary_factor", part.get("partial_rotary_factor", 1.0))
+    rotary = int(HEAD_DIM * share) // 2
+    if "mrope_section" in scaling:
         sections = scaling["mrope_section"]
-        rotated = int(HEAD_DIM * scaling.get("partial_rotary_factor", 1.0)) // 2
-        others = [n * rotated // sum(sections) for n in sections[1:]]
-        scaling["mrope_section"] = [rotated - sum(others), *others]
-    if scaling and "long_factor" in scaling:
-        rotary = int(HEAD_DIM * part.get("partial_rotary_factor", 1.0)) // 2
+        others = [n * rotary // sum(sections) for n in sections[1:]]
+        scaling["mrope_section"] = [rotary - sum(others), *others]
+    if "long_factor" in scaling:
         for key in ("long_factor", "short_factor"):
             scaling[key] = scaling[key][:rotary]
 

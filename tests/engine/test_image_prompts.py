@@ -30,9 +30,14 @@ from tests.engine.house import SLAB, House, PlainAnswers, Sampling, make_house, 
 from tests.engine.shrunken import make_shrunken
 from tests.engine.with_images import (
     GEMMA3,
+    LLAMA4,
+    MISTRAL3,
     NAMES,
     PLAIN,
+    QWEN2,
     QWEN2_5,
+    QWEN3,
+    QWEN3_MOE,
     ImagePrompt,
     Picture,
     Prepared,
@@ -114,6 +119,17 @@ class Requests:
         for request in self.live:
             self.take(self.engine.prefill(request, SLABS))
 
+    def begin(self, request: str, like: str) -> None:
+        """One more request with the prompt of another, of which a step computes a part of the
+        first image."""
+        prompt = self.prompts[request] = self.prompts[like]
+        self.outputs[request] = []
+        spec = sequence(self.name, request, prompt.tokens, GREEDY, mm_features=prompt.features)
+        self.engine.add(spec)
+        self.engine.begin_load().wait()
+        self.engine.begin_prefill(request, SLABS)
+        assert not self.engine.step((), SLABS, [request], prompt.features[0].mm_position.offset + 2)
+
     def turn(self, *, again: bool) -> None:
         """Weights and KV in, three steps, everything out."""
         self.engine.begin_load()  # images wait for what reads them
@@ -145,7 +161,7 @@ def assert_nothing_kept(engine: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str) -> None:
     """Weights are loaded under a step with images, KV is swapped between every three tokens, and
-    all is lost once, behind some output."""
+    all is lost once, behind some output and in the midst of an image."""
     path = make_with_images(tmp_path, name)
     model = Model(name=name, path=path, dtype="float32", max_context=CONTEXT, images=MOST)
     known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
@@ -160,16 +176,23 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
 
     requests.turn(again=False)
     requests.turn(again=True)
+    late = f"{name}/late"
+    requests.begin(late, f"{name}/2")
     requests.move(houses[1])
     requests.turn(again=False)
     while requests.live:
         requests.turn(again=True)
 
     answers = plain(path, "float32", prompts, [GREEDY] * len(prompts), **WHOLE)
-    assert list(requests.outputs.values()) == [answer["sequences"][0] for answer in answers]
+    assert [one.tokens for one in requests.prompts.values()][:-1] == [
+        tuple(answer["prompt"]) for answer in answers
+    ]
+    said = [answer["sequences"][0] for answer in answers]
+    assert requests.outputs.pop(late) == said[2]
+    assert list(requests.outputs.values()) == said
     assert requests.outputs[f"{name}/1"] != requests.outputs[f"{name}/3"], "it looks at no image"
     windows = houses[0].engines[name].kv.windows
-    assert bool(windows) == (name == GEMMA3)
+    assert bool(windows) == (name in (GEMMA3, LLAMA4))
     assert all(len(requests.prompts[f"{name}/4"].tokens) > 2 * BLOCK * most for most in windows)
     for house in houses:
         house.idle()
@@ -191,7 +214,11 @@ def reader(
     engine.retire()
 
 
-EACH: Final = pytest.mark.parametrize("reader", NAMES, indirect=True)
+WAYS: Final = (QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, GEMMA3, MISTRAL3)
+"""Ways of computing images: with one position or three, windows, notes for later layers, and tokens
+between those of an image. What others do beside is to prepare and to encode images."""
+
+EACH: Final = pytest.mark.parametrize("reader", WAYS, indirect=True)
 QWEN: Final = pytest.mark.parametrize("reader", [QWEN2_5], indirect=True)
 GEMMA: Final = pytest.mark.parametrize("reader", [GEMMA3], indirect=True)
 

@@ -16,7 +16,7 @@ from appliance.checkpoints.language_models import (
     language_layer,
     served_architecture,
 )
-from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.overrides import language_config
 from appliance.checkpoints.quantized.quantization import TRIED
 from appliance.config.schema import Model
@@ -49,11 +49,12 @@ from tests.engine.test_image_prompts import (
 from tests.engine.test_language_models import NAMES as EVERY
 from tests.engine.test_quantized import label, quantized
 from tests.engine.with_images import (
+    GEMMA3,
     NAMES,
     PLAIN,
+    QWEN2,
     QWEN2_5,
     QWEN3,
-    QWEN3_MOE,
     ImagePrompt,
     Preparer,
     make_with_images,
@@ -69,19 +70,21 @@ METHODS: Final = [
 ]
 
 
+MANY: Final = {QWEN2: 2, QWEN2_5: 2, QWEN3: 4, GEMMA3: 2}
+"""Methods of a model, if there are several: others differ in what is not quantized."""
+
+
 def language(config: dict[str, Any]) -> str:
     """The architecture of the language model."""
-    (architecture,) = config["architectures"]
-    kind = config.get("text_config", {}).get("model_type", "")
-    return MEDIA[architecture].languages.get(kind, "")
+    return served_architecture(ModelConfig(Path(), config, config.get("text_config", config)))
 
 
 CASES: Final = [
     pytest.param(name, METHODS[(n + m) % 4], id=f"{name}-{label(METHODS[(n + m) % 4])}")
-    for n, name in enumerate(name for name in NAMES if name != QWEN3_MOE)
-    for m in (range(4) if name == QWEN3 else (0, 1))
+    for n, name in enumerate(name for name in NAMES if language(CONFIGS[name]) in TRIED)
+    for m in range(MANY.get(name, 1))
 ]
-"""Each model that reads images with two of the methods, in turn."""
+"""Each model that reads images with one or more of the methods, in turn."""
 TEXT: Final = [
     pytest.param(name, METHODS[n % 4], id=f"{name}-{label(METHODS[n % 4])}")
     for n, name in enumerate(

@@ -18,7 +18,16 @@ from vllm.v1.engine import EngineCoreRequest
 
 from appliance.engines.vllm.messages import decode_request
 from appliance.service.front_frames import FetchedImage, FetchImage, Submit, TookImage
-from tests.engine.with_images import GEMMA3, GEMMA_TOKENS, QWEN2_5, make_with_images
+from tests.engine.with_images import (
+    GEMMA3,
+    GEMMA_TOKENS,
+    INTERNVL3,
+    LLAMA4,
+    LLAVA,
+    MISTRAL3,
+    QWEN2_5,
+    make_with_images,
+)
 from tests.frontend.conftest import model_at
 from tests.frontend.pictures import encoded, picture, url_of
 from tests.frontend.stand_in_core import StandInCore, front_end
@@ -30,6 +39,13 @@ SIDE: Final = 28
 """Of the square of pixels that a token of Qwen2.5-VL is made of."""
 WIDE: Final = 1 << 14
 """Tokens, and as many of an image."""
+
+OTHERS: Final = (
+    ("mistral", MISTRAL3),
+    ("llava", LLAVA),
+    ("internvl", INTERNVL3),
+    ("llama", LLAMA4),
+)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -45,6 +61,7 @@ async def core(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
         model_at(wide, "wide", images=3, max_context=WIDE),
         model_at(seer, "blind"),
         model_at(gemma, "gemma", images=1),
+        *(model_at(Path(make_with_images(folder, path)), name, images=1) for name, path in OTHERS),
     ]
     async with front_end(models, max_body_bytes=32 << 20) as core:
         yield core
@@ -111,9 +128,19 @@ def features(submit: Submit) -> list[tuple[str, str, int, bytes]]:
     ]
 
 
-@pytest.mark.parametrize(("model", "tokens"), [("seer", 2 * 3), ("gemma", GEMMA_TOKENS)])
+@pytest.mark.parametrize(
+    ("model", "tokens", "embeddings"),
+    [
+        ("seer", 6, 6),
+        ("gemma", 8, GEMMA_TOKENS),
+        ("mistral", 6, 4),
+        ("llava", 16, 16),
+        ("internvl", 14, 12),
+        ("llama", 17, 12),
+    ],
+)
 async def test_dialects(
-    core: StandInCore, http: httpx.AsyncClient, model: str, tokens: int
+    core: StandInCore, http: httpx.AsyncClient, model: str, tokens: int, embeddings: int
 ) -> None:
     """Make the same prompt and the same pixels of the same question."""
     for path, body in dialects(picture(), model):
@@ -127,8 +154,9 @@ async def test_dialects(
     assert all(features(submit) == features(chats) for submit in (*asked, responses))
     ((modality, _, length, pixels),) = features(chats)
     assert modality == "image"
-    assert length >= tokens
-    assert max(map(chats.prompt.count, chats.prompt)) >= tokens
+    assert length == tokens
+    assert chats.images == (embeddings,)
+    assert max(map(chats.prompt.count, chats.prompt)) >= embeddings
     assert len(set(pixels)) > 1
 
 

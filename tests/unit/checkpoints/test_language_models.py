@@ -18,9 +18,12 @@ from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.families import UnsupportedModel, check_family, is_tried
 from appliance.checkpoints.language_models import (
     MEDIA,
+    READS_IMAGES,
+    image_tensors,
     language_tensors,
     processor_template,
     served_architecture,
+    why_no_images,
 )
 from appliance.checkpoints.model_config import known_models, read_model_config
 from appliance.checkpoints.overrides import language_config, whole_config
@@ -31,7 +34,7 @@ from appliance.config.checks import warnings
 from appliance.config.loader import load_config
 from appliance.errors import CheckpointError, ConfigError
 from appliance.platform import torchvision
-from tests.configs import CONFIGS
+from tests.configs import CONFIGS, REFUSED
 
 Make = Callable[..., Path]
 GEMMA, QWEN = "gemma-3-4b-it", "qwen2.5-vl-7b-instruct"
@@ -158,7 +161,7 @@ def test_a_check_of_the_configuration_says_that_images_are_refused(
     (warning,) = warnings(load_config(file))
     assert warning == (
         "model.a: LlavaForConditionalGeneration is served for text only; requests with images are "
-        "refused"
+        "refused; see images"
     )
 
     config = json.loads((path / "config.json").read_text())
@@ -272,7 +275,11 @@ def test_what_reads_images_is_counted_where_prompts_have_some(fake_checkpoint: M
     ("changes", "devices", "wrong"),
     [
         ({}, "", ""),
-        ({"architectures": ["LlavaForConditionalGeneration"]}, "", "Llava.* only text"),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"]},
+            "",
+            "tower of type None",
+        ),
         ({}, "tensor_parallel = 2\n", "by several ranks"),
     ],
 )
@@ -288,7 +295,8 @@ def test_images_are_refused_where_they_cannot_be_read(
     text = json.loads((fake_checkpoint("text") / "config.json").read_text())
     text["model_type"] = "gemma3_text" if "architectures" not in changes else "llama"
     gemma: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"]}
-    fake_checkpoint(**{**gemma, "model_type": "gemma3", "text_config": text, **changes})
+    path = fake_checkpoint(**{**gemma, "model_type": "gemma3", "text_config": text, **changes})
+    (path / "preprocessor_config.json").write_text("{}")
     file = tmp_path / "appliance.toml"
     table = '[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\nimages = 2\n'
     file.write_text(f'[devices]\nmemory = "8MiB"\n{devices}{table}')
@@ -301,3 +309,83 @@ def test_images_are_refused_where_they_cannot_be_read(
     (problem,) = [one for one in caught.value.problems if one.key == "model[0].images"]
     assert re.search(wrong, problem.wrong)
     assert problem.remedy == "use images = 0"
+
+
+def with_files(folder: Path, config: dict[str, Any], *files: str) -> Path:
+    for name in files:
+        (folder / name).touch()
+    return write(folder, config)
+
+
+READERS = [
+    name
+    for name, config in CONFIGS.items()
+    if config["architectures"][0] in READS_IMAGES and name not in REFUSED
+]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_images_of_published_models_are_served(tmp_path: Path, name: str) -> None:
+    path = with_files(tmp_path, CONFIGS[name], "preprocessor_config.json")
+    assert why_no_images(read_model_config(path)) == ""
+
+
+@pytest.mark.parametrize(
+    ("files", "wrong"),
+    [
+        ((), "neither of preprocessor_config.json and processor_config.json"),
+        (("processor_config.json",), ""),
+        (("processor_config.json", "tekken.json"), "where vLLM tokenizes by tekken.json"),
+        (("processor_config.json", "tekken.json", "tokenizer.json"), ""),
+        (
+            ("processor_config.json", "tekken.json", "tokenizer.json", "consolidated.safetensors"),
+            "where vLLM tokenizes by tekken.json",
+        ),
+    ],
+)
+def test_files_that_images_need(tmp_path: Path, files: tuple[str, ...], wrong: str) -> None:
+    config = CONFIGS["mistral-small-3.1-24b-instruct-2503"]
+    found = why_no_images(read_model_config(with_files(tmp_path, config, *files)))
+    assert wrong in found
+    assert bool(found) == bool(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "wrong"),
+    [
+        ("llava-1.5-7b-hf", {"vision_config": {"model_type": "siglip_vision_model"}}, "a tower of"),
+        ("pixtral-12b", {"vision_feature_select_strategy": "default"}, "is 'default'"),
+        ("pixtral-12b", {"vision_feature_select_strategy": None}, "is None"),
+    ],
+)
+def test_llava_with_what_is_not_tried(
+    tmp_path: Path, name: str, changes: dict[str, Any], wrong: str
+) -> None:
+    path = with_files(tmp_path, CONFIGS[name] | changes, "preprocessor_config.json")
+    found = why_no_images(read_model_config(path))
+    assert wrong in found
+    assert found.endswith("its images are not served, only text")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layers"),
+    [
+        ("llava-1.5-7b-hf", {}, 3),
+        ("llava-1.5-7b-hf", {"vision_feature_layer": None}, 3),
+        ("llava-1.5-7b-hf", {"vision_feature_layer": [-4, 2]}, 2),
+        ("mistral-small-3.1-24b-instruct-2503", {}, 4),
+        ("internvl3-8b-hf", {"vision_feature_layer": -2}, 4),
+    ],
+)
+def test_layers_behind_the_one_that_is_taken_are_not_counted(
+    tmp_path: Path, name: str, changes: dict[str, Any], layers: int
+) -> None:
+    """Nor loaded. vLLM takes the last of InternVL, whatever the file says."""
+    config = read_model_config(write(tmp_path, CONFIGS[name] | changes))
+    list_of = "layer" if "internvl" in name else "layers"
+    names = [f"vision_tower.encoder.{list_of}.{number}.weight" for number in range(4)]
+    names += ["vision_tower.patch.weight", "model.multi_modal_projector.weight"]
+    tensors = tuple(TensorEntry(name, "F32", (1,), 0, 4) for name in (*names, "lm_head.weight"))
+    file = WeightFile(Path("model.safetensors"), 4, 0, 0, tensors)
+    kept = [tensor.name for tensor in image_tensors([file], config)]
+    assert kept == names[:layers] + names[4:]

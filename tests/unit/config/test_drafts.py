@@ -83,11 +83,12 @@ def test_images_and_drafts_are_not_served_together(
 ) -> None:
     monkeypatch.setattr(torchvision, "is_there", lambda: True)
     text = json.loads((fake_checkpoint("text") / "config.json").read_text())
-    fake_checkpoint(
+    path = fake_checkpoint(
         architectures=["Gemma3ForConditionalGeneration"],
         model_type="gemma3",
         text_config=text | {"model_type": "gemma3_text"},
     )
+    (path / "preprocessor_config.json").write_text("{}")
     asked, enough = 'speculate = { method = "ngram" }\n', GOOD.replace("8MiB", "16MiB")
     load_config(write(tmp_path, enough + asked))
     load_config(write(tmp_path, f"{enough}images = 2\n"))
