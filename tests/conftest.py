@@ -18,6 +18,10 @@ from safetensors.numpy import save_file
 settings.register_profile("appliance", deadline=None)
 settings.load_profile("appliance")
 
+# What is imported and collected stays to the end: the garbage collector need not look through it
+# time and again, which takes a fifth of an import of vLLM and longer than most tests.
+gc.disable()
+
 CHECKPOINT_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -33,9 +37,7 @@ CHECKPOINT_CONFIG: dict[str, Any] = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What collecting makes stays to the end: the garbage collector need not look through it time
-    and again, which takes longer than most tests."""
-    gc.disable()
+    """Garbage is collected from here on, among what is made afterwards."""
     try:
         return (yield)
     finally:

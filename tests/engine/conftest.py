@@ -34,20 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 BASELINE = """
-import json, os, sys
+import gc, json, os, sys
+gc.disable()  # nothing that is imported is garbage
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, SamplingParams
-from appliance.engines.vllm.layers.heads import mend_biased_heads
-from appliance.engines.vllm.layers.per_layer import mend_per_layer_embeddings
-from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
-from appliance.engines.vllm.layers.routing import mend_expert_routing
+from appliance.engines.vllm.layers.mends import mend_cpu_layers
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
-mend_per_layer_embeddings()
-mend_rotary_embeddings()
-mend_expert_routing()
-mend_biased_heads()
+mend_cpu_layers()
+gc.freeze()
+gc.enable()
 engines = {}
 
 def asked(given):

@@ -47,9 +47,9 @@ os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, PoolingParams
 from appliance.checkpoints.overrides import language_config
 from appliance.engines.vllm.configs.new import register_types
-from appliance.engines.vllm.layers.nomic import mend_nomic_experts
+from appliance.engines.vllm.layers.mends import mend_cpu_layers
 register_types()
-mend_nomic_experts()
+mend_cpu_layers()
 found, engines = {}, []
 for name, path, task, prompts, second in json.load(sys.stdin):
     llm = LLM(

@@ -78,8 +78,8 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
-from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
-mend_rotary_embeddings()
+from appliance.engines.vllm.layers.mends import mend_cpu_layers
+mend_cpu_layers()
 found, engines = {}, {}
 for name, path, prompts, task, plain, pooler in json.load(sys.stdin):
     if name not in engines:

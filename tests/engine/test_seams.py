@@ -188,3 +188,38 @@ def test_layers_with_a_window() -> None:
     }
     chunked = ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=64, **common)
     assert arena_worker(full, chunked, max_context=97).get_kv_cache_spec() == found
+
+
+def test_kernels_are_replaced_once_for_all_models(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look through all modules takes longer than to build a small model. vLLM's way of doing it,
+    which a later model does not go, is what it was."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+    from vllm.v1.worker.block_table import ComputeSlotMappingKernel
+
+    assert len(house.engines) > 1
+    replaced = ComputeSlotMappingKernel.kernel
+    assert isinstance(replaced, dispatcher.KernelOverride)
+    (registered,) = (
+        original
+        for name, (original, _) in dispatcher._registry.items()
+        if name.endswith("block_table.ComputeSlotMappingKernel.kernel")
+    )
+    assert not isinstance(registered, dispatcher.KernelOverride)
+    current_platform.register_triton_kernel_overrides()
+    assert ComputeSlotMappingKernel.kernel is replaced
+    monkeypatch.setattr(dispatcher, "_registry", {})
+    monkeypatch.setattr(dispatcher, "register_kernels", _register)
+    with pytest.raises(_Registering):
+        current_platform.register_triton_kernel_overrides()
+
+
+class _Registering(Exception):
+    pass
+
+
+def _register(overrides: dict[str, Any]) -> None:
+    assert overrides
+    raise _Registering

@@ -27,11 +27,9 @@ from appliance.checkpoints.windows import window_blocks
 from appliance.engines.vllm.drafts.heads import join_head, use_heads
 from appliance.engines.vllm.kv.placement import KvTable, current_placement
 from appliance.engines.vllm.layers.layer_scalars import make_layer_scalars_parameters
-from appliance.engines.vllm.layers.per_layer import mend_per_layer_embeddings
 from appliance.engines.vllm.layers.suppressed_tokens import suppress_tokens
 from appliance.memory.kv_pool import BLOCK_TOKENS
 
-mend_per_layer_embeddings()
 make_layer_scalars_parameters()
 suppress_tokens()
 

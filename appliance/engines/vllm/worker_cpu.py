@@ -7,16 +7,10 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from appliance.engines.vllm.layers.heads import mend_biased_heads
-from appliance.engines.vllm.layers.nomic import mend_nomic_experts
-from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
-from appliance.engines.vllm.layers.routing import mend_expert_routing
+from appliance.engines.vllm.layers.mends import mend_cpu_layers
 from appliance.engines.vllm.worker import InArena
 
-mend_nomic_experts()
-mend_rotary_embeddings()
-mend_expert_routing()
-mend_biased_heads()
+mend_cpu_layers()
 
 
 class ArenaWorker(InArena, CPUWorker):  # type: ignore[misc]

@@ -12,10 +12,10 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from appliance.engines.vllm.device_cuda import CudaDevice
 from appliance.engines.vllm.kv.placement import current_placement
-from appliance.engines.vllm.layers.heads import mend_biased_heads
+from appliance.engines.vllm.layers.mends import mend_layers
 from appliance.engines.vllm.worker import InArena, UnsupportedKvCache
 
-mend_biased_heads()
+mend_layers()
 
 
 class ArenaWorker(InArena, Worker):  # type: ignore[misc]

@@ -92,3 +92,26 @@ def test_what_is_forked_may_end_itself(status: int | str, said: str) -> None:
     assert "Traceback" not in done.stderr
     assert said in done.stderr
     assert bool(said) == bool(done.stderr)
+
+
+IMPORTING = """
+import gc, socket
+from appliance.forking.zygote import import_once
+collecting = []
+import_once(lambda: collecting.append(gc.isenabled()), socket.socketpair()[0], [], "workers")
+print(collecting, gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+
+
+def test_garbage_is_collected_in_what_is_forked() -> None:
+    """As before the import, during which it is not: all that is imported stays."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+    assert done.stdout == "[False] True True\n"

@@ -5,15 +5,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from appliance.engines.vllm.layers.heads import mend_biased_heads
-from appliance.engines.vllm.layers.per_layer import mend_per_layer_embeddings
-from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
-from appliance.engines.vllm.layers.routing import mend_expert_routing
+from appliance.engines.vllm.layers.mends import mend_cpu_layers
 
-mend_per_layer_embeddings()
-mend_rotary_embeddings()
-mend_expert_routing()
-mend_biased_heads()
+mend_cpu_layers()
 
 
 class Mended:

@@ -1,0 +1,29 @@
+"""All that the appliance mends of vLLM's layers, for processes that compute with them: workers, and
+those of plain vLLM that outputs are compared with (docs/models.md). Call before the first model is
+built. Idempotent."""
+
+from __future__ import annotations
+
+from appliance.engines.vllm.layers.heads import mend_biased_heads
+from appliance.engines.vllm.layers.per_layer import mend_per_layer_embeddings
+
+
+def mend_layers() -> None:
+    """What is wrong on every device."""
+    mend_biased_heads()
+    mend_per_layer_embeddings()
+
+
+def mend_cpu_layers() -> None:
+    """What is wrong, slow or missing on the CPU as well."""
+    # These import what vLLM has for CPUs: not for the worker of a GPU.
+    from appliance.engines.vllm.layers.nomic import mend_nomic_experts
+    from appliance.engines.vllm.layers.overrides import register_overrides_once
+    from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
+    from appliance.engines.vllm.layers.routing import mend_expert_routing
+
+    mend_layers()
+    mend_expert_routing()
+    mend_nomic_experts()
+    mend_rotary_embeddings()
+    register_overrides_once()
