@@ -71,11 +71,14 @@ class Region:
         self._arena._map_aside(self, list(slots))
 
     def unmap(self, slots: Iterable[int]) -> None:
-        """Give the slabs of these slots back. Raises `ValueError` for a slot without one."""
+        """Give the slabs of these slots back. Raises `ValueError` for a slot without one, `OSError`
+        when the system refuses: those that `mapped` still counts can be unmapped again."""
         self._arena._unmap(self, list(slots))
 
     def release(self) -> None:
-        """Give back the slabs and the address range; the region must not be used afterwards."""
+        """Give back the slabs and the address range; the region must not be used afterwards.
+
+        Raises `OSError` when the system refuses; then it can be called again."""
         self._arena._release(self)
 
 
@@ -217,9 +220,9 @@ class Arena:
 
     def _release(self, region: Region) -> None:
         with self._lock:
-            self._regions.remove(region)
             self._give_back(region, region._slabs)
             self.vmm.release(region.address, region.slots * self.slab_bytes)
+            self._regions.remove(region)
 
 
 class _FreeSlabs:

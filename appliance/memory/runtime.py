@@ -9,6 +9,7 @@ were promised room:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from appliance.memory.arena import Arena, PoolExhausted, Region
@@ -44,12 +45,24 @@ class RuntimeMemory:
         return region.address
 
     def give(self, address: int) -> None:
-        """Take back what `take` returned. Raises `ValueError` for any other address."""
-        region = self._regions.pop(address, None)
+        """Take back what `take` returned. Raises `ValueError` for any other address, `OSError`
+        when the system refuses; then it is still given out, and can be given back again."""
+        region = self._regions.get(address)
         if region is None:
             raise ValueError(f"{address:#x} is no runtime memory")
-        self.used -= region.slots
         region.release()
+        del self._regions[address]
+        self.used -= region.slots
+
+    def keep(self, region: Region, slots: Sequence[int]) -> None:
+        """Map slots of another owner's region, and count them until `discharge`. Raises what `take`
+        raises."""
+        self.charge(len(slots))
+        try:
+            region.map(slots)
+        except BaseException:
+            self.discharge(len(slots))
+            raise
 
     def charge(self, slabs: int) -> None:
         """Count slabs that are mapped elsewhere, until `discharge`. Raises `PoolExhausted`."""

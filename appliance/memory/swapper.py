@@ -40,10 +40,17 @@ class Swapper:
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """`stream` makes the streams: `Vmm.stream`."""
+        """`stream` makes the streams: `Vmm.stream`. Raises what it raises."""
         self.on_end = on_end
         self._clock = clock
-        self._streams = {kind: stream(f"swap-{kind}") for kind in TransferKind}
+        self._streams: dict[TransferKind, Stream] = {}
+        try:
+            for kind in TransferKind:
+                self._streams[kind] = stream(f"swap-{kind}")
+        except BaseException:
+            for made in self._streams.values():
+                made.close()
+            raise
         self._book = TransferBook()
         self._pending: dict[Transfer, _Started] = {}  # in the order of `start`
         self._ended: deque[Transfer] = deque()  # filled by the streams' threads

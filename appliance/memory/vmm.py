@@ -30,7 +30,8 @@ class Vmm(Protocol):
     def unmap(self, address: int, count: int = 1) -> None:
         """Take away the `count` slabs from `address` on; the range stays reserved.
 
-        They need not have been mapped by one call.
+        They need not have been mapped by one call. Raises `OSError`, with some taken away perhaps;
+        then the call can be repeated.
         """
 
     def release(self, address: int, nbytes: int) -> None:

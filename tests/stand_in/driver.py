@@ -11,6 +11,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,7 +20,7 @@ BUDGET: Final = 1 << 30
 
 
 class Live(NamedTuple):
-    """What exists in the driver, and nobody has given back."""
+    """What exists in the driver, and was not given back."""
 
     handles: int
     mappings: int
@@ -28,6 +29,46 @@ class Live(NamedTuple):
     streams: int
     events: int
     contexts: int
+    bytes: int
+    """Physical memory, also of slabs that are released and still mapped."""
+
+
+class Audit(NamedTuple):
+    """What no program may do, though a driver may let it pass."""
+
+    registered_twice: int = 0
+    mapped_twice: int = 0
+    freed_twice: int = 0
+    """Given back once more, or what was never there."""
+    used_after_free: int = 0
+    unmapped_in_use: int = 0
+    """While a copy in line, which the host has not waited for, reads or writes there."""
+    unmapped_part: int = 0
+    unmapped_nothing: int = 0
+    unregistered_in_use: int = 0
+    freed_mapped: int = 0
+    """A range of addresses with something mapped in it."""
+
+
+class Mapped(NamedTuple):
+    """One mapping."""
+
+    address: int
+    nbytes: int
+    handle: int
+    """Which physical memory."""
+    accessible: bool
+
+
+class CudaCode(IntEnum):
+    """Errors to inject, by the driver's numbers."""
+
+    OUT_OF_MEMORY = 2
+    DEVICE_UNAVAILABLE = 46
+    ECC_UNCORRECTABLE = 214
+    ILLEGAL_ADDRESS = 700
+    LAUNCH_FAILED = 719
+    UNKNOWN = 999
 
 
 class StandIn:
@@ -36,14 +77,22 @@ class StandIn:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.standin_calls.restype = ctypes.c_char_p
+        library.standin_mapped.restype = library.standin_pageable.restype = ctypes.c_uint64
 
     def reset(self, budget_bytes: int = BUDGET) -> None:
-        """Forget injected failures, a broken context and the list of calls."""
+        """Forget injected failures, a capture, a broken context and the list of calls."""
         self._library.standin_reset(ctypes.c_uint64(budget_bytes))
 
     def fail(self, name: str, nth: int, code: int) -> None:
-        """The `nth` call of a name from now on returns an error."""
+        """The `nth` call of a name (of any, if ``*``) from now on returns an error.
+
+        After one that breaks a context, such as an illegal address, all calls do.
+        """
         self._library.standin_fail(name.encode(), nth, code)
+
+    def lose(self, code: int) -> None:
+        """The device is lost: all calls fail, also what waits for a stream."""
+        self._library.standin_lose(code)
 
     def hold(self, stream: int) -> None:
         """Nothing given to this stream from now on is done until `let_go`; 0 is the default."""
@@ -57,9 +106,35 @@ class StandIn:
         self._library.standin_live(counts)
         return Live(*counts)
 
+    def audit(self) -> Audit:
+        """Faults since `pardon`."""
+        counts = (ctypes.c_uint64 * len(Audit._fields))()
+        self._library.standin_audit(counts)
+        return Audit(*counts)
+
+    def pardon(self) -> None:
+        """Forget faults: of a test that shows what is one."""
+        self._library.standin_pardon()
+
+    def mapped(self) -> list[Mapped]:
+        """All mappings, by address."""
+        room = self.live().mappings
+        numbers = (ctypes.c_uint64 * (4 * room))()
+        count = int(self._library.standin_mapped(numbers, ctypes.c_uint64(room)))
+        rows = [numbers[4 * i : 4 * i + 4] for i in range(count)]
+        return sorted(Mapped(row[0], row[1], row[2], bool(row[3])) for row in rows)
+
+    def pageable_copies(self) -> int:
+        """Sides of copies since `reset` that lie in host memory that is not page-locked: CUDA does
+        such copies through memory of its own, slower, and may have the caller wait."""
+        return int(self._library.standin_pageable())
+
     def forget(self) -> None:
-        """Write off what a broken context has lost."""
+        """End the process that a broken context is of, as far as the driver sees: all that it had
+        is gone, and so are the audit's notes. None of its threads may be left."""
         self._library.standin_forget()
+        self.reset()
+        self.pardon()
 
     def calls(self) -> list[str]:
         """Names of the calls since `reset`, in order."""

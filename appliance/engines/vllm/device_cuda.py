@@ -33,8 +33,9 @@ from vllm.v1.worker.workspace import reset_workspace_manager
 from appliance.engines.vllm.device import seeded
 from appliance.engines.vllm.kv.placement import KvPlacement
 from appliance.engines.vllm.seams import SeamMoved
-from appliance.memory.arena import Arena, PoolExhausted, Region
-from appliance.memory.cuda.driver import CudaError, call, relaxed_capture
+from appliance.memory.arena import Arena, Region
+from appliance.memory.cuda.allocator import RuntimeAllocator
+from appliance.memory.cuda.driver import CudaError, call
 from appliance.memory.cuda.scratch import Scratch
 from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.runtime import RuntimeMemory
@@ -92,6 +93,9 @@ class CudaDevice:
         torch.cuda.set_stream(stream)
         vmm.compute_stream = stream.cuda_stream
         self._capture_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._runtime_memory = RuntimeAllocator(
+            self.runtime, capturing=torch.cuda.is_current_stream_capturing
+        )
         # Kept: torch has the bare addresses of the two functions.
         self._functions = (_Malloc(self._malloc), _Free(self._free))
         entries = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self._functions]
@@ -99,8 +103,6 @@ class CudaDevice:
         self._pool = torch.cuda.MemPool(self._allocator)
         self._graphs = torch.cuda.MemPool(self._allocator)
         type(current_platform)._global_graph_pool = self._graphs.id
-        self._leaving: list[int] = []
-        """Addresses that torch has given back, which the device may still use."""
         self._draws: dict[int, int] = {}
         self._using: AbstractContextManager[None] | None = None
         self._enter()
@@ -164,12 +166,7 @@ class CudaDevice:
         """Have memory under vLLM's null block for the engine's life: attention of a padded row, and
         of the first runs, reads it. Raises `PoolExhausted`, `OSError`."""
         slots = placement.geometry.null_slots()
-        self.runtime.charge(len(slots))
-        try:
-            placement.region.map(slots)
-        except BaseException:
-            self.runtime.discharge(len(slots))
-            raise
+        self.runtime.keep(placement.region, slots)
         placement.null_block = slots
 
     @contextmanager
@@ -195,7 +192,7 @@ class CudaDevice:
         finally:
             parallel_state.GraphCaptureContext = on_any_stream
             self._enter()
-            self._let_go()
+            self._runtime_memory.let_go()
 
     def check_no_scratch(self, model: torch.nn.Module) -> None:
         """Raise `SeamMoved` if a buffer of the model was made of scrap."""
@@ -214,29 +211,10 @@ class CudaDevice:
 
     def _malloc(self, nbytes: int, device: int, stream: int | None) -> int | None:
         """Called by torch, which reports None as out of memory."""
-        try:
-            with relaxed_capture():
-                return self.runtime.take(nbytes)
-        except (PoolExhausted, OSError) as error:
-            log.error("torch gets no memory: %s", error)
-            return None
+        return self._runtime_memory.take(nbytes)
 
     def _free(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
-        self._leaving.append(address)
-        if torch.cuda.is_current_stream_capturing():
-            return  # to wait for the device would spoil the graph
-        try:
-            self._let_go()
-        except (ValueError, OSError):
-            log.exception("torch gives back what is not its own")
-
-    def _let_go(self) -> None:
-        """Raises `OSError`, `ValueError` for what was never given out."""
-        if self._leaving:
-            with relaxed_capture():
-                call("cuCtxSynchronize")
-                while self._leaving:
-                    self.runtime.give(self._leaving.pop())
+        self._runtime_memory.give(address)
 
 
 class _OnScratch(TorchFunctionMode):

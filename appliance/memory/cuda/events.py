@@ -6,6 +6,7 @@ bytes first waits itself until the copy of these bytes is in line behind a mark.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import deque
@@ -44,8 +45,10 @@ class EventPool:
         self._free.append(event)
 
     def close(self) -> None:
+        """One that the driver refuses to take back does not keep the others."""
         while self._free:
-            call("cuEventDestroy", self._free.pop())
+            with contextlib.suppress(CudaError):
+                call("cuEventDestroy", self._free.pop())
 
 
 class _Flight:
@@ -145,7 +148,12 @@ class SharedEvent:
         both = flags.CU_EVENT_INTERPROCESS | flags.CU_EVENT_DISABLE_TIMING
         self._context = context
         self.event: Any = call("cuEventCreate", int(both))
-        handle = call("cuIpcGetEventHandle", self.event)
+        try:
+            handle = call("cuIpcGetEventHandle", self.event)
+        except CudaError:
+            with contextlib.suppress(CudaError):
+                self.close()
+            raise
         self.handle = ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
         """What is sent to the other process; `IPC_HANDLE_BYTES` bytes."""
 
@@ -153,8 +161,8 @@ class SharedEvent:
         """Idempotent."""
         if self.event is not None:
             self._context.use()
-            call("cuEventDestroy", self.event)
-            self.event = None
+            event, self.event = self.event, None
+            call("cuEventDestroy", event)
 
 
 def open_event(handle: bytes) -> Any:

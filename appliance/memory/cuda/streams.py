@@ -72,6 +72,20 @@ class _Mark(NamedTuple):
     nbytes: int
 
 
+class _Adoption:
+    """Makes the one thread that calls it a thread of the context's, until that was not refused."""
+
+    def __init__(self, context: CudaContext) -> None:
+        self._context = context
+        self._done = False
+
+    def __call__(self) -> None:
+        """Raises `CudaError`; then the next call tries again."""
+        if not self._done:
+            self._context.adopt_thread()
+            self._done = True
+
+
 class CudaStream:
     """One stream of a device, and the two threads that serve it."""
 
@@ -92,6 +106,7 @@ class CudaStream:
         context.use()
         self._handle = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._context = context
+        self._issuing, self._landing = _Adoption(context), _Adoption(context)
         self._flights = flights
         self._compute = compute
         self._pinnings = pinnings
@@ -101,6 +116,7 @@ class CudaStream:
         self._jobs: set[_Job] = set()  # given and not over
         self._marks: deque[_Mark | None] = deque()  # None: no more will come
         self._closed = False
+        self._disordered: CudaError | None = None  # of a wait for another process that was refused
         self._changed = threading.Condition()
         self._name = name
         self._threads = [
@@ -151,7 +167,8 @@ class CudaStream:
             self._flights.compute_waits(transfer, self._handle, None)
             call("cuEventRecord", shared.event, self._handle)
         except BaseException:
-            shared.close()
+            with contextlib.suppress(CudaError):
+                shared.close()
             raise
         return shared
 
@@ -164,10 +181,13 @@ class CudaStream:
         self._context.use()
         event = open_event(handle)
         with self._changed:
-            if self._closed:
-                raise RuntimeError(f"stream {self._name} is closed")
-            self._line.append(_Foreign(event))
-            self._changed.notify_all()
+            if not self._closed:
+                self._line.append(_Foreign(event))
+                self._changed.notify_all()
+                return
+        with contextlib.suppress(CudaError):
+            call("cuEventDestroy", event)
+        raise RuntimeError(f"stream {self._name} is closed")
 
     def close(self) -> None:
         with self._changed:
@@ -180,7 +200,7 @@ class CudaStream:
 
     def _issue_all(self) -> None:
         with contextlib.suppress(CudaError):  # what is broken shows with the first transfer
-            self._context.adopt_thread()
+            self._issuing()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._line or self._closed)
@@ -189,11 +209,22 @@ class CudaStream:
                 self._put(None)
                 return
             if isinstance(item, _Foreign):
-                with contextlib.suppress(CudaError):
-                    call("cuStreamWaitEvent", self._handle, item.event, 0)
-                    call("cuEventDestroy", item.event)
+                self._follow(item.event)
             else:
                 self._issue(item)
+
+    def _follow(self, foreign: Any) -> None:
+        """Have all that is issued from now on come after another process's event."""
+        try:
+            self._issuing()
+            try:
+                call("cuStreamWaitEvent", self._handle, foreign, 0)
+            except CudaError:
+                call("cuEventSynchronize", foreign)  # this thread can wait instead
+        except CudaError as error:
+            self._disordered = error
+        with contextlib.suppress(CudaError):
+            call("cuEventDestroy", foreign)
 
     def _issue(self, job: _Job) -> None:
         transfer = job.transfer
@@ -219,8 +250,11 @@ class CudaStream:
 
     def _begin(self, job: _Job) -> None:
         """Have the stream wait for all that comes before the job, and mark where it starts."""
+        self._issuing()
         for earlier in (*job.after, *job.needs):
             self._flights.follow(earlier, self._handle)
+        if self._disordered is not None:
+            raise self._disordered
         require(job.transfer, [earlier for earlier in job.needs if earlier.done])
         _go_on(job)
         if job.computed is not None:
@@ -254,7 +288,7 @@ class CudaStream:
 
     def _land_all(self) -> None:
         with contextlib.suppress(CudaError):
-            self._context.adopt_thread()
+            self._landing()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._marks)
@@ -278,6 +312,7 @@ class CudaStream:
         job, event, nbytes = mark
         transfer = job.transfer
         try:
+            self._landing()
             call("cuEventSynchronize", event, of=f"{transfer.kind} of {transfer.owner}")
             if transfer.began is None and nbytes:
                 # The driver's clock says how long it took, not when; so count back from now.
@@ -298,6 +333,7 @@ class CudaStream:
         if isinstance(job.error, CudaError):
             # A copy may be in line without its mark.
             with contextlib.suppress(CudaError):
+                self._landing()
                 call("cuStreamSynchronize", self._handle)
         for event in (job.start, job.computed):
             if event is not None:

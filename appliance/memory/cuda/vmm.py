@@ -37,6 +37,7 @@ class CudaVmm:
         self._handles: list[Any] = []
         self._copying = threading.Lock()
         self._copies: Any = None
+        self._computed: Any = None
         self._flights = Flights()
         self._pinnings: list[HostPinning] = []
         try:
@@ -59,32 +60,30 @@ class CudaVmm:
             raise ValueError(f"slab {slab if slab < 0 else last} is not one of {self.slabs}")
         self.context.use()
         size = self.slab_bytes
-        places: list[int] = []
+        done = 0
         try:
             for handle in self._handles[slab : slab + count]:
-                place = address + len(places) * size
+                place = address + done * size
                 call("cuMemMap", place, size, 0, handle, 0, of=f"{size} bytes at {place:#x}")
-                places.append(place)
+                self._mapped.add(place)
+                done += 1
             call("cuMemSetAccess", address, count * size, [self._access], 1, of=f"{count} slabs")
         except CudaError:
-            for place in places:
-                call("cuMemUnmap", place, size)
+            with contextlib.suppress(CudaError):  # what it refuses to unmap, `release` tries again
+                self.unmap(address, done)
             raise
-        self._mapped.update(places)
 
     def unmap(self, address: int, count: int = 1) -> None:
         self.context.use()
         for place in range(address, address + count * self.slab_bytes, self.slab_bytes):
-            # One by one: the driver takes away exactly what one `cuMemMap` put there.
-            call("cuMemUnmap", place, self.slab_bytes, of=f"{place:#x}")
-            self._mapped.discard(place)
+            if place in self._mapped:  # else a call before that failed took it away
+                # One by one: the driver takes away exactly what one `cuMemMap` put there.
+                call("cuMemUnmap", place, self.slab_bytes, of=f"{place:#x}")
+                self._mapped.remove(place)
 
     def release(self, address: int, nbytes: int) -> None:
         size = self._whole(nbytes)
-        for place in range(address, address + size, self.slab_bytes):
-            if place in self._mapped:
-                self.unmap(place)
-        self.context.use()
+        self.unmap(address, size // self.slab_bytes)
         call("cuMemAddressFree", address, size, of=f"{size} bytes at {address:#x}")
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
@@ -94,11 +93,13 @@ class CudaVmm:
         with self._copying:
             call("cuEventRecord", self._computed, self.compute_stream)
             call("cuStreamWaitEvent", self._copies, self._computed, 0)
-            for part in cut(Copy(destination, source, nbytes), self._pinnings):
-                if part.nbytes:
-                    what = f"{part.nbytes} bytes"
-                    call("cuMemcpyAsync", *part[:3], self._copies, of=what)
-            call("cuStreamSynchronize", self._copies, of=f"a copy of {nbytes} bytes")
+            try:
+                for part in cut(Copy(destination, source, nbytes), self._pinnings):
+                    if part.nbytes:
+                        what = f"{part.nbytes} bytes"
+                        call("cuMemcpyAsync", *part[:3], self._copies, of=what)
+            finally:  # also of parts before one that was refused
+                call("cuStreamSynchronize", self._copies, of=f"a copy of {nbytes} bytes")
 
     def stream(self, name: str) -> CudaStream:
         return CudaStream(
@@ -140,8 +141,11 @@ class CudaVmm:
         if self._copies is not None:
             with contextlib.suppress(CudaError):
                 call("cuStreamDestroy", self._copies)
-                call("cuEventDestroy", self._computed)
             self._copies = None
+        if self._computed is not None:
+            with contextlib.suppress(CudaError):
+                call("cuEventDestroy", self._computed)
+            self._computed = None
         with contextlib.suppress(CudaError):
             self.context.close()
 

@@ -156,14 +156,20 @@ def test_what_follows_runs_when_reaped_and_only_once(swapper: Swapper) -> None:
     swapper.check_integrity()
 
 
-def test_settling_some_leaves_the_others(swapper: Swapper) -> None:
+def test_settling_some_leaves_the_others(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those asked for are over and reaped when `settle` returns, even if they failed."""
     freed: list[str] = []
-    a, b = (
-        swapper.start(KV_IN, owner, (), nbytes=0, then=lambda t: freed.append(t.owner))
-        for owner in "ab"
+
+    def then(transfer: Transfer) -> None:
+        assert transfer.done
+        freed.append(transfer.owner)
+
+    a, b = (swapper.start(KV_IN, owner, (), nbytes=0, then=then) for owner in "ab")
+    waited, join = threading.Event(), Transfer.join
+    monkeypatch.setattr(Transfer, "join", lambda one: (waited.set(), join(one))[1])
+    ender = threading.Thread(
+        target=lambda: waited.wait(PATIENCE_SECONDS) and a.fail(OSError("no"), 2.0), daemon=True
     )
-    ender = threading.Thread(target=lambda: a.fail(OSError("no"), 2.0))
     ender.start()
     swapper.settle([a])
     ender.join()

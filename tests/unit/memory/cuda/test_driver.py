@@ -12,7 +12,7 @@ import pytest
 
 from appliance.memory.cuda.driver import CudaContext, CudaError, call
 from tests.patience import PATIENCE_SECONDS
-from tests.stand_in.driver import StandIn
+from tests.stand_in.driver import CudaCode, StandIn
 from tests.unit.doubles.device_backends import driver
 
 __all__ = ["driver"]
@@ -22,9 +22,10 @@ def test_an_error_begins_with_its_name(driver: StandIn) -> None:
     """The text says which error, from which call, of what, and the driver's own words."""
     context = CudaContext(0)
     context.use()
-    driver.fail("cuStreamSynchronize", 1, 700)
+    driver.fail("cuStreamSynchronize", 1, CudaCode.ILLEGAL_ADDRESS)
     with pytest.raises(CudaError) as caught:
         call("cuStreamSynchronize", 0, of="a copy of 8 bytes")
+    driver.reset()
     context.close()
 
     assert str(caught.value) == (

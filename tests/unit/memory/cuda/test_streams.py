@@ -19,7 +19,7 @@ from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from tests.devices.streams import Gate
 from tests.patience import PATIENCE_SECONDS
-from tests.stand_in.driver import StandIn
+from tests.stand_in.driver import Audit, CudaCode, StandIn
 from tests.unit.doubles.device_backends import SLAB, driver
 
 __all__ = ["driver"]
@@ -226,6 +226,57 @@ def test_a_transfer_waits_on_the_device(device: Device) -> None:
     assert out.done
 
 
+def test_all_pieces_are_waited_for(device: Device) -> None:
+    """What follows a transfer that is in line, and of which a piece is there, comes after all."""
+    device.host.view(0, 8)[:] = b"one-two-"
+    copies = (Copy(device.base, device.at(0), 4), Copy(device.base + 4, device.at(4), 4))
+    gate = Gate(*copies, closed_at=1)
+    load = device.transfer(8, TransferKind.KV_IN)
+    device.driver.hold(device.compute)
+    device.compute_copies(device.at(64), device.at(0), 8)
+    device.first.run(load, gate)
+    assert gate.reached.wait(PATIENCE_SECONDS)
+    device.driver.hold(device.first.handle)  # behind the first piece, before the second
+    gate.open()
+    device.vmm.compute_waits(load)  # returns when all is in line
+    back = device.transfer(8)
+    device.second.run(back, [Copy(device.at(16), device.base, 8)], after=[load])
+    device.vmm.compute_waits(back)
+    assert not device.reached(device.second.handle)
+    device.driver.let_go(device.compute)
+    assert not device.reached(device.second.handle)
+    device.driver.let_go(device.first.handle)
+    back.wait()
+
+    assert bytes(device.host.view(16, 8)) == b"one-two-"
+
+
+def test_a_cancelled_transfer_ends_after_those_before_it(device: Device) -> None:
+    """Though it copies nothing: what comes after it comes after these, too."""
+    joined = threading.Event()
+
+    class Earlier(Transfer):
+        def join(self) -> None:
+            joined.set()
+            super().join()
+
+    earlier = Earlier(TransferKind.KV_OUT, "m", 4, time.monotonic())
+    cancelled = device.transfer(4)
+    cancelled.on_end = lambda _: joined.set()
+    cancelled.cancel()
+    device.driver.hold(device.compute)
+    device.compute_copies(device.base, device.at(0), 4)
+    device.first.run(earlier, [Copy(device.at(8), device.base, 4)])
+    device.second.run(cancelled, [Copy(device.base, device.at(0), 4)], after=[earlier])
+    assert joined.wait(PATIENCE_SECONDS)  # its end is near, or has come
+
+    assert not cancelled.done
+    device.driver.let_go(device.compute)
+    with pytest.raises(TransferCancelled):
+        cancelled.wait()
+    assert earlier.done
+
+
 def test_a_failure_reaches_those_in_line_behind_it(device: Device) -> None:
     """What needs a transfer that fails on the device fails with it, though it was in line."""
     device.driver.hold(device.compute)
@@ -242,11 +293,11 @@ def test_a_failure_reaches_those_in_line_behind_it(device: Device) -> None:
     device.second.run(reader, nothing(), needs=[out])
     device.second.run(later, [], after=[out, reader])
     assert handed.wait(PATIENCE_SECONDS)
-    device.driver.fail("cuEventElapsedTime", 1, 700)
+    device.driver.fail("cuEventElapsedTime", 1, CudaCode.UNKNOWN)
     device.driver.let_go(device.compute)
     later.wait()
 
-    with pytest.raises(TransferFailed, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+    with pytest.raises(TransferFailed, match="CUDA_ERROR_UNKNOWN"):
         out.wait()
     with pytest.raises(TransferFailed, match="reads what never came"):
         reader.wait()
@@ -291,6 +342,8 @@ def test_an_unmapped_target_breaks_loudly(driver: StandIn) -> None:
         transfer.wait()
     with pytest.raises(TransferFailed, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         following.wait()
+    assert driver.audit() == Audit(unmapped_in_use=1)
+    driver.pardon()
     driver.reset()
     device.vmm.map(device.base, 0)
     device.close()

@@ -12,12 +12,10 @@ from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.cuda.driver import CudaError
 from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.host_tier import HostTier
-from tests.stand_in.driver import StandIn
+from tests.stand_in.driver import Audit, CudaCode, StandIn
 from tests.unit.doubles.device_backends import SLAB, driver
 
 __all__ = ["driver"]
-
-OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_access_is_set_once_for_a_run(driver: StandIn, vmm: CudaVmm) -> None:
 def test_a_refused_mapping_maps_nothing(driver: StandIn, vmm: CudaVmm, name: str, nth: int) -> None:
     """Whatever call of a run fails, the addresses and the slabs are free again."""
     base = vmm.reserve(4 * SLAB)
-    driver.fail(name, nth, OUT_OF_MEMORY)
+    driver.fail(name, nth, CudaCode.OUT_OF_MEMORY)
     with pytest.raises(CudaError, match=f"^CUDA_ERROR_OUT_OF_MEMORY from {name} of"):
         vmm.map(base, 0, 4)
 
@@ -83,18 +81,19 @@ def test_a_refused_mapping_maps_nothing(driver: StandIn, vmm: CudaVmm, name: str
     vmm.release(base, 4 * SLAB)
 
 
-def test_the_driver_knows_what_is_mapped(vmm: CudaVmm) -> None:
-    """Mapping twice, unmapping nothing, addresses of nobody: the driver's errors."""
+def test_the_driver_knows_what_is_mapped(driver: StandIn, vmm: CudaVmm) -> None:
+    """Mapping twice, addresses that are of no range: the driver's errors."""
     base = vmm.reserve(2 * SLAB)
     vmm.map(base, 0)
     for wrong in (
         lambda: vmm.map(base, 1),
-        lambda: vmm.unmap(base + SLAB),
         lambda: vmm.map(base + 64 * SLAB, 1),
         lambda: vmm.release(base + SLAB, SLAB),
     ):
         with pytest.raises(CudaError, match=r"^CUDA_ERROR_INVALID_VALUE from cuMem"):
             wrong()
+    assert driver.audit() == Audit(mapped_twice=1, freed_twice=1)
+    driver.pardon()
     vmm.release(base, 2 * SLAB)
 
 
@@ -112,26 +111,31 @@ def test_a_refused_copy_is_an_error(driver: StandIn, vmm: CudaVmm, name: str) ->
     host.close()
 
 
-def test_a_copy_to_nowhere(vmm: CudaVmm) -> None:
-    """Addresses without a slab are refused, not written."""
+def test_a_copy_to_nowhere(driver: StandIn) -> None:
+    """Addresses without a slab are not written: the device breaks when it comes to them."""
+    vmm = CudaVmm(0, 2, SLAB)
     base = vmm.reserve(2 * SLAB)
     vmm.map(base, 0)
-    with pytest.raises(CudaError, match=r"^CUDA_ERROR_INVALID_VALUE from cuMemcpyAsync of 8 bytes"):
+    expected = r"^CUDA_ERROR_ILLEGAL_ADDRESS from cuStreamSynchronize of a copy of 8 bytes"
+    with pytest.raises(CudaError, match=expected):
         vmm.copy(base, base + SLAB - 4, 8)
-    vmm.release(base, 2 * SLAB)
+    with pytest.raises(CudaError, match=r"^CUDA_ERROR_ILLEGAL_ADDRESS"):
+        vmm.map(base + SLAB, 1)
+    vmm.close()
+    driver.forget()
 
 
 def test_close_gives_back_what_a_broken_context_allows(driver: StandIn) -> None:
-    """A device that an error has broken does not keep the pool from being closed."""
+    """What the driver refuses to take back does not keep the rest."""
     vmm = CudaVmm(0, 2, SLAB)
     for name in ("cuMemRelease", "cuStreamDestroy"):
-        driver.fail(name, 1, ILLEGAL_ADDRESS)
+        driver.fail(name, 1, CudaCode.UNKNOWN)
     vmm.close()
     live = driver.live()
 
     # The two that were refused are lost with the context; all else was given back.
     assert live.handles == 1
-    assert (live.streams, live.events, live.contexts) == (1, 1, 0)
+    assert (live.streams, live.events, live.contexts) == (1, 0, 0)
     driver.forget()
 
 
@@ -168,7 +172,7 @@ def test_arena_and_driver_agree(
             continue
         wanted = sorted(slots - held)
         if what == "refuse":
-            driver.fail("cuMemMap" if nth % 2 else "cuMemSetAccess", nth, OUT_OF_MEMORY)
+            driver.fail("cuMemMap" if nth % 2 else "cuMemSetAccess", nth, CudaCode.OUT_OF_MEMORY)
         try:
             region.map(wanted)
             held |= set(wanted)
