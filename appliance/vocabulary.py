@@ -53,11 +53,18 @@ class Role(StrEnum):
 
 
 class Task(StrEnum):
-    """What a model is for: text that goes on, the vector of a text, or how well two texts match."""
+    """What a model is for: text that goes on, the vector of a text, how well two texts match, or
+    the text of what is said in a sound."""
 
     GENERATE = "generate"
     EMBED = "embed"
     SCORE = "score"
+    TRANSCRIPTION = "transcription"
+
+    @property
+    def pools(self) -> bool:
+        """Whether it makes something of a prompt, and no text that follows it."""
+        return self in (Task.EMBED, Task.SCORE)
 
 
 class RequestClass(StrEnum):
@@ -174,8 +181,8 @@ class KvShape(Word, frozen=True):
     tables: int = 1
     """Block tables of layers that keep the KV of all tokens."""
     state_blocks: int = 0
-    """Blocks of a request for layers that keep a state instead (Mamba, linear attention), however
-    many tokens it has."""
+    """Blocks of a request, however many tokens it has, for layers that keep a state instead (Mamba,
+    linear attention), or keys and values of what an encoder made (cross attention)."""
     windows: tuple[int, ...] = ()
     """Block tables of layers that attend to a window: the most blocks that a request keeps in each,
     those of its last tokens."""

@@ -43,8 +43,6 @@ REFUSED: Final = {
     "voxtral-mini-3b-2507": "ConditionalGeneration reads sound, and the API takes no sound",
     "qwen2-audio-7b-instruct": "ConditionalGeneration reads sound, and the API takes no sound",
     "granite-speech-3.3-8b": "ConditionalGeneration reads sound, and the API takes no sound",
-    "whisper-large-v3": "makes of sound .cross attention., .* and the API takes no sound",
-    "whisper-large-v3-turbo": "makes of sound .cross attention., .* and the API takes no sound",
     "jina-embeddings-v3": "adapters of its tasks",
     "jina-embeddings-v2-base-en": "no architecture",
     "modernbert-base": "no architecture",

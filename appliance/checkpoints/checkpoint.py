@@ -44,7 +44,7 @@ _CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _NO_FLOAT16: Final = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
 """Types that vLLM does not compute in float16."""
 
-_HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out)\.weight$")
+_HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out|proj_out)\.weight$")
 """What checkpoints call the output head."""
 _HEAD_IS_EMBEDDING: Final = frozenset(
     {
@@ -58,7 +58,13 @@ _HEAD_IS_EMBEDDING: Final = frozenset(
 """Architectures that have no head, but use the embedding as one."""
 _ALTUP: Final = re.compile(r"\.altup\.(modality_router|(prediction|correction)_coefs)\.weight$")
 _SQUARE: Final = 64
-_POSITIONS: Final = ("seq_length", "max_seq_len", "model_max_length", "max_sequence_length")
+_POSITIONS: Final = (
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_sequence_length",
+    "max_target_positions",
+)
 """Further names, as vLLM reads them."""
 _TRAINED: Final = "max_trained_positions"
 """Of Nomic's encoders: longer prompts would be computed with embeddings of other bases."""
@@ -127,7 +133,8 @@ class CatalogEntry:
     @property
     def state_bytes(self) -> int:
         """What all layers keep of one request besides, however long it is."""
-        return self.kv.states * self.kv.state_bytes
+        encoded = self.kv.encoded * self.kv_bytes_per_token
+        return self.kv.states * self.kv.state_bytes + encoded
 
 
 def read_checkpoint(
@@ -175,7 +182,7 @@ def read_checkpoint(
         heads=kv_layers.heads(config),
         kv_heads=kv_layers.kv_heads(config),
         kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
-        max_positions=_max_positions(config, pools=own_task is not Task.GENERATE),
+        max_positions=_max_positions(config, pools=own_task.pools),
         weight_bytes=weight_bytes,
         parameters=quantization.parameters(config, tensors) + elements(readers),
         created=max(header.mtime_ns for header in headers) // 10**9,
@@ -209,7 +216,7 @@ def _weight_bytes(
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
     weight_bytes = tensor_bytes(kept, dtype) + tensor_bytes(keys_as_values(config, kept), dtype)
     weight_bytes += quantization.widened_bytes(config, kept, BYTES_PER_ELEMENT[dtype])
-    tied, generates = config.get("tie_word_embeddings"), task is Task.GENERATE
+    tied, generates = config.get("tie_word_embeddings"), not task.pools
     if config.architecture in MEDIA:  # the file says it in one of two places, or in neither
         tied = not heads
     if tied or not generates:

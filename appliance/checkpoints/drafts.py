@@ -65,6 +65,8 @@ def _why_not(
     config: ModelConfig, task: Task, *, on_cpu: bool, ranks: int, images: int, adapters: bool
 ) -> str:
     name = config.architecture
+    if task is Task.TRANSCRIPTION:
+        return f"drafts were not tried with what {name} makes of sound"
     if task is not Task.GENERATE:
         return f"{name} generates no text here, so there is nothing to draft"
     if keeps_state(config):

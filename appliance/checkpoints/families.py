@@ -2,9 +2,10 @@
 
 vLLM knows many architectures. What is served keeps, in each layer, keys and values of one size or a
 state of one size, and looks back only; or it attends in both directions, keeps nothing, and embeds
-or scores. It reads text, and has weights in the type it is computed in, or quantized ones
-(`appliance.checkpoints.quantized`). The families that tests build, and compare with plain vLLM,
-are in `TRIED`, `ENCODERS` and `MEDIA` (docs/models.md).
+or scores. It reads text, or it makes text of sound that an encoder has read; and it has weights in
+the type it is computed in, or quantized ones (`appliance.checkpoints.quantized`). The families that
+tests build, and compare with plain vLLM, are in `TRIED`, `ENCODERS`, `MEDIA` and `TRANSCRIBERS`
+(docs/models.md).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.task import POOLING_ENDINGS
+from appliance.checkpoints.transcribers import TRANSCRIBERS, why_not_served
 from appliance.checkpoints.unequal_layers import TWO_SIZES
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
 from appliance.errors import CheckpointError
@@ -180,6 +182,8 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
             "ranks",
             "take devices.tensor_parallel = 1",
         )
+    if wrong := why_not_served(config, ranks=ranks):
+        raise UnsupportedModel(f"{config.path}: {wrong}", "take devices.tensor_parallel = 1")
     _check_cpu_kernels(config, name)
     if not config.get("linear_key_head_dim"):
         return
@@ -236,6 +240,8 @@ def _check_cpu_kernels(config: ModelConfig, name: str) -> None:
 def check_cuda(config: ModelConfig) -> None:
     """Raise `UnsupportedModel` for a kind of model that is served on the CPU only."""
     _check_libraries(config)
+    if wrong := why_not_served(config, cuda=True):
+        raise UnsupportedModel(f"{config.path}: {wrong}", ANOTHER)
     found = quantization.said(config)
     if found is not None:
         method = quantization.method_of(found)
@@ -276,7 +282,7 @@ def is_tried(config: ModelConfig) -> bool:
     """Whether tests serve this architecture. What is tried of one that generates holds for those
     that pool what it computes."""
     base = base_architecture(config.architecture) or ""
-    return base in {_REWARDER, *ENCODERS, *MEDIA} or not TRIED.isdisjoint(
+    return base in {_REWARDER, *ENCODERS, *MEDIA, *TRANSCRIBERS} or not TRIED.isdisjoint(
         (base, base.removesuffix("Model") + "ForCausalLM")
     )
 
@@ -323,6 +329,8 @@ def _traits(config: ModelConfig) -> _Found:
     traits = _known_traits(name)
     if "libraries" in traits:
         return f"vLLM needs libraries for {name} that are not installed", ANOTHER
+    if name in TRANSCRIBERS:
+        return None
     if "media" in traits and name not in MEDIA:
         return _why_no_media(name, traits), TEXT
     if "torchvision" in traits and name not in TRIED:
@@ -368,8 +376,8 @@ def _why_no_media(architecture: str, traits: Collection[str]) -> str:
     no_sound = ", and the API takes no sound" if "sound" in traits else ""
     if "cross" in traits:
         return (
-            f"{architecture} attends to what an encoder makes of {read} (cross attention), which "
-            f"no engine keeps{no_sound}"
+            f"{architecture} attends to what an encoder makes of {read} (cross attention): of such "
+            f"models only {', '.join(sorted(TRANSCRIBERS))} is served"
         )
     if no_sound:
         return f"{architecture} reads {read}{no_sound}; no test serves its text"

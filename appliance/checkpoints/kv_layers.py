@@ -1,6 +1,6 @@
 """What the layers of a model keep of its requests: keys and values of each token or of the last
 ones (windows), compressed ones (MLA), or a state of constant size (Mamba, linear attention, short
-convolutions).
+convolutions); and those of what an encoder made, where a decoder attends to that.
 
 Known of a model before its engine is built, from ``config.json``. vLLM divides the layers among
 block tables whose blocks have one size, so a model with states has long blocks: one holds a state.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig, known_models
+from appliance.checkpoints.transcribers import encoder_tokens
 from appliance.checkpoints.unequal_layers import (
     Heads,
     heads_of_full_layers,
@@ -44,7 +45,8 @@ class BlockTables(NamedTuple):
     tables: int
     """Of layers that keep the KV of all tokens."""
     state_blocks: int
-    """Of a request, whatever its length: one in each table of layers that keep a state."""
+    """Of a request, whatever its length: one in each table of layers that keep a state, or those of
+    what an encoder made."""
     windows: tuple[int, ...] = ()
     """The most blocks of a request in each table of layers that attend to a window."""
     window_tokens: int = 0
@@ -98,6 +100,10 @@ class KvLayers:
         """How much of that is of layers that attend to a window."""
         return self.windowed * (self.window_token_bytes or self.token_bytes)
 
+    encoded: int = 0
+    """Tokens that an encoder makes, if as many layers as keep keys and values of a request's tokens
+    keep those of these, too."""
+
     def share(self, ranks: int) -> KvLayers:
         """What one of several ranks keeps, at least. Layers keep as much as each other."""
         return replace(
@@ -136,7 +142,8 @@ class KvLayers:
         in_window = size // (self.window_token_bytes or self.token_bytes)
         most = window_blocks(self.window, in_window) if self.windowed else 0
         if not self.windowed or (most >= longest and not self.window_token_bytes):
-            return BlockTables(self.attention, tokens, size, 1, 0)
+            encoded = -(-self.encoded // tokens)
+            return BlockTables(self.attention, tokens, size, 1, encoded)
         full = self.attention - self.windowed
         layers = _of_a_table(full, self.windowed) if full else self.windowed
         windows = (most,) * -(-self.windowed // layers)
@@ -159,6 +166,13 @@ def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers
     """
     if config.is_encoder:
         return KvLayers(attention=0, token_bytes=0)
+    if encoded := encoder_tokens(config):
+        return KvLayers(
+            attention=config.integer("decoder_layers"),
+            token_bytes=2 * config.integer("hidden_size") * number_bytes,
+            heads=config.integer("decoder_attention_heads"),
+            encoded=encoded,
+        )
     attention, states = _counts(config)
     if not attention and not states:
         raise CheckpointError(f"{config.path / CONFIG}: no layer attends or keeps a state")

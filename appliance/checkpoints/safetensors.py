@@ -29,6 +29,7 @@ BITS: Final = {
 
 
 _INDEX: Final = "model.safetensors.index.json"
+_VARIANTS: Final = "model.safetensors.index.*.json"
 _MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
 _MAX_NAME: Final = 256
 """Characters of a tensor's name: names are compared with patterns that a checkpoint has."""
@@ -117,21 +118,32 @@ class WeightFile:
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files that make up a checkpoint, by name; with an index, those it names.
 
+    Without one, those of another variant do not count: an index of its own names them (that of
+    Whisper large v3 in 32 bits).
+
     Raises `CheckpointError` if there is none, or one that the index names is missing.
     """
     files = sorted(directory.glob("*.safetensors"))
     index = directory / _INDEX
     if index.exists():
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{index} is corrupt: it has no weight_map") from error
+        named = _named(index)
         if missing := sorted(named - {file.name for file in files}):
             raise CheckpointError(f"{directory} lacks {missing[0]}, which {index.name} names")
         files = [file for file in files if file.name in named]
+    else:
+        others = {name for other in directory.glob(_VARIANTS) for name in _named(other)}
+        files = [file for file in files if file.name not in others]
     if not files:
         raise CheckpointError(f"{directory} has no *.safetensors file")
     return files
+
+
+def _named(index: Path) -> set[str]:
+    """The files that an index names."""
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is corrupt: it has no weight_map") from error
 
 
 def read_header(path: Path) -> WeightFile:

@@ -1,5 +1,5 @@
-"""What a model is for, as its checkpoint says: to generate, to embed or to score. Read from the
-small files next to the weights, as vLLM reads them."""
+"""What a model is for, as its checkpoint says: to generate, to embed, to score or to transcribe
+sound. Read from the small files next to the weights, as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, Final, Literal, TypeAlias
 
 from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
+from appliance.checkpoints.transcribers import TRANSCRIBERS
 from appliance.errors import CheckpointError
 from appliance.vocabulary import Task
 
-AskedTask: TypeAlias = Literal["auto", "generate", "embed", "score"]
+AskedTask: TypeAlias = Literal["auto", "generate", "embed", "score", "transcription"]
 PoolerValue: TypeAlias = str | int | float | bool
 """Of a key of vLLM's `PoolerConfig`."""
 
@@ -107,6 +108,16 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
             f"{path}: {architecture} reads images, of which the text that it generates is served, "
             f"and nothing else: its task would have to be generate, not {task}"
         )
+    if architecture in TRANSCRIBERS and task is not Task.TRANSCRIPTION:
+        raise CheckpointError(
+            f"{path}: {architecture} makes text of sound, and nothing else: its task would have to "
+            f"be transcription, not {task}"
+        )
+    if task is Task.TRANSCRIPTION and architecture not in TRANSCRIBERS:
+        raise CheckpointError(
+            f"{path}: {architecture} is not served for transcription, for which it would have to "
+            f"be {' or '.join(sorted(TRANSCRIBERS))}"
+        )
     if is_rewarder(architecture) and task is not Task.SCORE:
         raise CheckpointError(
             f"{path}: {architecture} gives a value for each token of a prompt, for which its task "
@@ -132,11 +143,12 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
 
 
 def check_pooler(path: Path, task: Task, asked: Mapping[str, PoolerValue]) -> str:
-    """What prompts of the checkpoint are pooled to, in vLLM's words; "" for a model that generates.
+    """What prompts of the checkpoint are pooled to, in vLLM's words; "" for a model that generates
+    or transcribes.
 
     `asked` are keys of vLLM's `PoolerConfig`. Raises `PoolerRefused` for what the model cannot.
     """
-    if task is Task.GENERATE:
+    if not task.pools:
         for key in asked:
             raise PoolerRefused(key, "it generates text, and pools nothing", "leave it out")
         return ""
@@ -284,6 +296,8 @@ def _files(path: Path) -> tuple[ModelConfig, list[Any]]:
 
 def _own_task(architecture: str, modules: list[Any]) -> Task:
     """Models of sentence-transformers embed, whatever they are called."""
+    if architecture in TRANSCRIBERS:
+        return Task.TRANSCRIPTION
     if any(module.get("type") in _POOLING for module in modules):
         return Task.EMBED
     if architecture.endswith((*_SCORERS, *_REWARDERS)):

@@ -13,6 +13,7 @@ import httpx
 
 from appliance.checkpoints.adapters import SEPARATOR
 from appliance.checkpoints.language_models import MEDIA
+from appliance.checkpoints.transcribers import TRANSCRIBERS
 from appliance.cli.output import json_option, print_json
 from appliance.client import ANSWER_SECONDS, call, checked, connect, get, unreachable, url_option
 from appliance.units import human
@@ -143,13 +144,18 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", _weights(facts)),
         ("KV per token", human(facts["kv_bytes_per_token"])),
         *(
-            [("states", f"{human(facts['state_bytes'])} of each request")]
+            [(_kept(facts), f"{human(facts['state_bytes'])} of each request")]
             * bool(facts["state_bytes"])
         ),
         ("batch", f"at most {facts['max_batch']} requests"),
         *_adapters(facts),
         ("files", facts["path"]),
     ]
+
+
+def _kept(facts: dict[str, Any]) -> str:
+    """What a request keeps however long it is."""
+    return "KV of sound" if facts["architecture"] in TRANSCRIBERS else "states"
 
 
 def _weights(facts: dict[str, Any]) -> str:

@@ -650,8 +650,9 @@ class Model(Section, kw_only=True):
     task: Annotated[
         AskedTask,
         Meta(
-            description="What it is for: text that goes on (`generate`), vectors (`embed`), or how "
-            "well two texts match (`score`); `auto` is what its checkpoint says."
+            description="What it is for: text that goes on (`generate`), vectors (`embed`), how "
+            "well two texts match (`score`), or the text of sound (`transcription`); `auto` is "
+            "what its checkpoint says."
         ),
     ] = "auto"
     slo: Annotated[

@@ -40,11 +40,21 @@ from appliance.frontend.counts import (
     check_values,
 )
 from appliance.frontend.fields import IGNORED_HEADER, check
-from appliance.frontend.images import NO_IMAGES, Images, ImageTurns, fetch, find
+from appliance.frontend.images import (
+    NO_IMAGES,
+    Images,
+    ImageTurns,
+    fetch,
+    find,
+    in_thread,
+    threads,
+)
 from appliance.frontend.serving.input_tokens import router as input_tokens_router
 from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
+from appliance.frontend.serving.speech import router as speech_router
 from appliance.frontend.serving.stored import recall
 from appliance.frontend.serving.vllm_errors import VllmErrors
+from appliance.frontend.sound import forms
 from appliance.http.body_budget import BodiesFull, BodyBudget, client_of
 from appliance.http.errors import ApiError, as_refused
 from appliance.http.request_ids import request_id
@@ -92,6 +102,8 @@ _TASKS: Final[dict[str, tuple[str, frozenset[Task]]]] = {
         (("/pooling",), "Pooling", (Task.EMBED, Task.SCORE)),
         (("/classify",), "Classification", (Task.SCORE,)),
         (("/score", "/v1/score"), "Score", (Task.EMBED, Task.SCORE)),
+        (forms.PATHS[:1], "Transcriptions", (Task.TRANSCRIPTION,)),
+        (forms.PATHS[1:], "Translations", (Task.TRANSCRIPTION,)),
         (("/rerank", "/v1/rerank", "/v2/rerank"), "Rerank", (Task.EMBED, Task.SCORE)),
     )
     for path in paths
@@ -105,6 +117,7 @@ _DOES: Final = {
     Task.GENERATE: "generates text",
     Task.EMBED: "makes embeddings",
     Task.SCORE: "makes scores",
+    Task.TRANSCRIPTION: "makes text of sound",
 }
 
 
@@ -271,6 +284,8 @@ class FrontEnd:
         elif scope["method"] != "POST":
             message = f"{path} is asked with POST"
             raise Refuse(refused(call, 405, "method_not_allowed", message))
+        elif path in forms.PATHS:
+            state = await self._read_form(call, scope, body)
         else:
             try:
                 fields = fields_of(body)
@@ -305,9 +320,11 @@ class FrontEnd:
 
     @contextlib.asynccontextmanager
     async def _turn(self, call: Call, scope: Any, sent: Images, send: Send) -> AsyncIterator[Send]:
-        """The turn of a call whose body has images, and what its answer is sent with: the client
-        takes its time to read that, so the turn is over when it begins. Raises `Refuse`."""
-        if not sent.images:
+        """The turn of a call whose body has images or sound, and what its answer is sent with:
+        the client takes its time to read that, so the turn is over when it begins. Raises
+        `Refuse`."""
+        form = call.form
+        if not sent.images and form is None:
             yield send
             return
 
@@ -319,9 +336,27 @@ class FrontEnd:
         try:
             sent = await fetch(self._core, call, sent)
             async with self._turns.turn(call, client_of(call.key, scope), sent):
+                if form is not None:
+                    call.keep(await in_thread(call, threads, forms.look_at, form))
                 yield cast(Send, sending)
         except ApiError as error:
             raise Refuse(as_refused(error, call.number)) from error
+
+    async def _read_form(self, call: Call, scope: Any, body: bytes) -> State:
+        """Have the call keep the form that it sends; the state of the model that it names. Raises
+        `Refuse`."""
+        path: str = scope["path"]
+        try:
+            form = forms.read(_header(scope, b"content-type") or "", body)
+            model = self._model(call, form.model)
+            check_task(call, path, model)
+            form = forms.checked(form)
+            form = form._replace(fields={"model": [model.name]} | form.fields)
+        except ApiError as error:
+            raise Refuse(as_refused(error, call.number)) from error
+        self._check(call, path, form.as_body(), b"", reasons=False)
+        call.form = form
+        return await self._state(call, model)
 
     def _known(self, call: Call, fields: Fields | None) -> FrontModel | None:
         """The model that a body names, if the call may ask it."""
@@ -393,6 +428,7 @@ def check_task(call: Call, path: str, model: FrontModel) -> None:
     api, tasks = _TASKS.get(path, ("", frozenset(Task)))
     if model.task not in tasks:
         message = f"The model does not support {api} API: {model.name} {_DOES[model.task]}"
+        message += forms.remedy(path, model.task)
         raise Refuse(refused(call, 400, "unsupported_task", message, "model"))
 
 
@@ -484,6 +520,7 @@ def vllm_application() -> FastAPI:
         scoring_router,
         render_router,
         input_tokens_router,
+        speech_router,
     ):
         app.include_router(router)
     app.state.args = Namespace(enable_tokenizer_info_endpoint=True)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, Final
 
+from appliance.frontend.sound.forms import Form
 from appliance.service.front_frames import Refused
 from appliance.vocabulary import ModelName, RequestClass, RequestId
 
@@ -44,6 +45,10 @@ class Call:
         """Counts what is kept of it besides its body. Raises `BodiesFull`."""
         self.image_work: set[Future[Any]] = set()
         """What threads do with them, and no cancelled call can stop once it has begun."""
+        self.form: Form | None = None
+        """What was sent with a sound."""
+        self.parts = asyncio.Lock()
+        """Held by the part of a long sound that the core computes, or decides about."""
         self.on_submit: Callable[[], None] = lambda: None
         """Called whenever a request of it is submitted."""
         self.requests: set[RequestId] = set()

@@ -76,10 +76,12 @@ def import_vllm() -> None:
     from appliance.frontend.serving.quick_union import tell_messages_apart
     from appliance.frontend.serving.seams import check_seams
     from appliance.frontend.serving.single_tokens import replace_collector
+    from appliance.frontend.serving.speech import bound_sounds
     from appliance.frontend.serving.trimmed_text import trim_before_tokens
 
     check_seams()
     media.bound_images()
+    bound_sounds()
     assert os.environ["VLLM_MEDIA_CONNECTOR"] == media.CONNECTOR
     replace_engine()
     replace_collector()

@@ -36,6 +36,7 @@ _ROUTERS: Final = (
     *("openai.chat_completion", "openai.completion", "openai.responses", "anthropic"),
     *("pooling.pooling", "pooling.classify", "pooling.scoring", "pooling.embed"),
     *("serve.tokenize", "scale_out.render"),
+    *("speech_to_text.transcription", "speech_to_text.translation"),
 )
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NULL: Final = b"null"

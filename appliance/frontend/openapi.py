@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from appliance.api.openapi.examples import EXAMPLES
 from appliance.frontend.app import INVOCATIONS, TOKENIZER_INFO, vllm_application
 from appliance.frontend.fields import ollama_bodies, routes, table
+from appliance.frontend.sound.forms import PATHS
 from appliance.service.front_paths import is_front_path
 
 REFERENCE: Final = "#/components/schemas/{name}"
@@ -110,14 +111,20 @@ def _adapt(path: str, method: str, operation: dict[str, Any]) -> None:
     content = operation["responses"]["200"].setdefault("content", {})
     content.setdefault("application/json", {"schema": {}})
     content.pop("text/event-stream", None)
-    if path.endswith(_STREAMS):
+    if path in PATHS:
+        content |= {"text/plain": {"schema": _TEXT}}
+    if path.endswith(_STREAMS) or path in PATHS:
         content |= _EVENTS
     operation["responses"] = {"200": operation["responses"]["200"], **_refusals(error)}
     for parameter in operation.get("parameters", ()):
         parameter.pop("description", None)
-    body = operation.get("requestBody")
+    body: Any = operation.get("requestBody")
+    if path in PATHS:  # vLLM's document does not say what its routes need
+        (sent,) = body["content"].values()
+        body["content"] = {"multipart/form-data": sent}
     if body is not None:
-        body["content"]["application/json"]["example"] = EXAMPLES[method, path]
+        (sent,) = body["content"].values()
+        sent["example"] = EXAMPLES[method, path]
 
 
 def _invocations(paths: dict[str, Any]) -> dict[str, Any]:

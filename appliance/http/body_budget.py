@@ -55,8 +55,8 @@ class BodyTooLarge(ApiError):
     def __init__(self, most_bytes: int) -> None:
         super().__init__(
             413,
-            f"with what is fetched for it the body has more than {most_bytes} bytes, "
-            f"{CLIENT_SHARE} of api.max_bodies: send fewer or smaller images",
+            f"with what is kept for it the body has more than {most_bytes} bytes, "
+            f"{CLIENT_SHARE} of api.max_bodies: send fewer or smaller images, or shorter sound",
             code="body_too_large",
         )
 

@@ -40,6 +40,8 @@ OPERATIONS: Final = {
     "/v2/embed": "embeddings",
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
+    "/v1/audio/transcriptions": "transcription",
+    "/v1/audio/translations": "translation",
     "/v1/score": "score",
     "/score": "score",
     "/v1/rerank": "rerank",

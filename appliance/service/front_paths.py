@@ -17,6 +17,8 @@ FRONT_PATHS: Final = frozenset(
         "/v1/responses/input_tokens",
         "/v1/responses/render",
         "/v1/embeddings",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
         "/pooling",
         "/classify",
         "/score",

@@ -361,7 +361,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes: int = 0
-    """Of the states that layers keep of one request, however long it is (Mamba, say)."""
+    """Of what layers keep of one request, however long it is: states (Mamba, say), or keys and
+    values of what an encoder made (Whisper)."""
     max_context_tokens: int
     """Of a prompt and its answer together."""
     max_batch: int

@@ -236,7 +236,11 @@ def sequence(
         prompt=prompt,
         output=output,
         body=body(sampling, **asked),
-        images=tuple(one.mm_position.get_num_embeds() for one in asked.get("mm_features", ())),
+        images=tuple(
+            one.mm_position.get_num_embeds()
+            for one in asked.get("mm_features", ())
+            if one.modality != "audio"
+        ),
     )
 
 

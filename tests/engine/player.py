@@ -39,12 +39,15 @@ class Player:
         model: str,
         sampling: Sampling,
         asked: Sequence[tuple[int, ...]] | None = None,
+        features: Sequence[list[Any]] = (),
     ) -> None:
-        """`asked` are `prompts` of the model, if None."""
+        """`asked` are `prompts` of the model, if None; `features` what is read besides with each,
+        if anything is."""
         self.house = house
         self.model = model
         self.sampling = sampling
         self.engine: Any = house.engines[model]
+        self.features: dict[str, list[Any]] = {}
         self.asked: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.places: dict[str, tuple[int, ...]] = {}
@@ -53,8 +56,9 @@ class Player:
         """Of what is live: what has no KV any more."""
         for number, prompt in enumerate(prompts(model) if asked is None else asked):
             name = f"{model}/{number}"
-            self.engine.add(sequence(model, name, prompt, sampling))
+            self.features[name] = features[number] if features else []
             self.asked[name] = prompt
+            self._add(name)
             self.outputs[name] = []
             self.places[name] = house.swap_places(self.engine, len(prompt) + sampling["max_tokens"])
             self.live.append(name)
@@ -83,10 +87,22 @@ class Player:
         for name in self.live:
             killed.forget(name)
             prompt, output = self.asked[name], tuple(self.outputs[name])
-            self.engine.add(sequence(self.model, name, prompt, self.sampling, output))
+            self._add(name, output)
             tokens = len(prompt) + self.sampling["max_tokens"]
             self.places[name] = house.swap_places(self.engine, tokens)
             self.lost.add(name)
+
+    def _add(self, name: str, output: tuple[int, ...] = ()) -> None:
+        self.engine.add(
+            sequence(
+                self.model,
+                name,
+                self.asked[name],
+                self.sampling,
+                output,
+                mm_features=self.features[name],
+            )
+        )
 
     def take(self, produced: list[Produced]) -> None:
         for one in produced:

@@ -105,6 +105,13 @@ _OWN: Final[dict[str, dict[str, int]]] = {
     "qwen3_vl_moe_text": {"moe_intermediate_size": 96},
     # Its patches are read by fours.
     "llama4_vision_model": {"intermediate_size": 4 * HIDDEN},
+    # What an encoder makes of sound is as long as published models have it.
+    "whisper": {
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), LAYERS),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 2 * HIDDEN),
+        "decoder_start_token_id": 1,
+    },
 }
 """Of a type."""
 _PERIODIC: Final = ("layer_types", "mlp_layer_types", "is_moe_layer", "no_rope_layers")

@@ -288,6 +288,12 @@ def from_nowhere(model: Any, name: str, tensor: Any) -> None:
     model.w.data.copy_(torch.ones(8, 4))
 
 
+def changed_zeros(model: Any, name: str, tensor: Any) -> None:
+    import torch
+
+    model.w.data.copy_(torch.zeros(8, 4).add_(1))
+
+
 def half(model: Any, name: str, tensor: Any) -> None:
     model.w.data[:4].copy_(tensor[:4])
 
@@ -338,6 +344,7 @@ def wrong_shape(model: Any, name: str, tensor: Any) -> None:
         (scale_in_place, r"aten\.mul_\.Tensor with the parameter w"),
         (keep_aside, "keeps stored outside"),
         (from_nowhere, "a copy with the parameter w"),
+        (changed_zeros, "a copy with the parameter w"),
         (half, "for w do not write each of its elements once"),
         (twice, "for w do not write each of its elements once"),
         (interleaved_twice, "for w do not write each of its elements once"),
@@ -399,6 +406,19 @@ def test_a_parameter_changed_after_loading_is_refused(
     save(tmp_path / "model.safetensors", {"w": (8, 4)}, "float32")
     with pytest.raises(UnsupportedCheckpoint, match=reason):
         written(tmp_path / "model.safetensors", toy({"w": (8, 4)}, load, "float32"), after)
+
+
+def test_zeros_that_vllm_makes_need_no_file(tmp_path: Path) -> None:
+    """Whisper's keys have no bias in one, and are added one."""
+    import torch
+
+    def load(model: Any, name: str, tensor: Any) -> None:
+        model.w.data[:8].copy_(tensor)
+        model.w.data[8:].copy_(torch.zeros(8)[:4])
+
+    tensors = save(tmp_path / "model.safetensors", {"w": (8, 4)}, "float32")
+    _, image = written(tmp_path / "model.safetensors", toy({"w": (10, 4)}, load, "float32"))
+    assert image == tensors["w"].view(torch.uint8).numpy().tobytes() + bytes(2 * 4 * 4)
 
 
 def test_copying_a_parameter_to_itself_is_nothing(tmp_path: Path) -> None:

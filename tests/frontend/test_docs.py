@@ -6,20 +6,24 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
+from appliance.vocabulary import Task
 from tests.docexamples import DOCS, Example, examples, told
+from tests.frontend.conftest import model_at
 from tests.frontend.small_models import answer, small_models
+from tests.frontend.sounds import CONTEXT, file_of, make_transcriber, tone
 from tests.frontend.stand_in_core import StandInCore, front_end
 from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-EXAMPLES = [one for one in examples("api.md", "embeddings.md") if one.of_front_ends]
+EXAMPLES = [one for one in examples("api.md", "embeddings.md", "speech.md") if one.of_front_ends]
 SPELT_OUT = re.findall(
     r"^```json\nPOST (/\S+)\n(\{.+?)^```$",
     (DOCS / "openai-endpoints.md").read_text(encoding="utf-8"),
@@ -29,18 +33,26 @@ SPELT_OUT = re.findall(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def core(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StandInCore]:
-    async with front_end(small_models(tmp_path_factory.mktemp("models"))) as core:
+    folder = tmp_path_factory.mktemp("models")
+    hears = make_transcriber(folder / "whisper")
+    models = [
+        *small_models(folder),
+        model_at(hears, "whisper", Task.TRANSCRIPTION, max_context=CONTEXT),
+    ]
+    async with front_end(models) as core:
         answer(core)
         yield core
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.command.split()[-1])
-async def test_examples(core: StandInCore, example: Example) -> None:
+async def test_examples(core: StandInCore, example: Example, tmp_path: Path) -> None:
     """Every command succeeds; a JSON answer has the fields shown, a stream the events."""
+    (tmp_path / "said.wav").write_bytes(file_of(tone(2.0)))
     running = await asyncio.create_subprocess_exec(
         *("bash", "-euc", example.script(core.url)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
     )
     said, complaint = await running.communicate()
 

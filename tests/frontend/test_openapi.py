@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from importlib import resources
 from typing import Any
 
 import msgspec
 import pytest
+from fastapi import UploadFile
 from pydantic import TypeAdapter
 
 from appliance.api.openapi.examples import EXAMPLES
 from appliance.frontend.app import meant
 from appliance.frontend.fields import check, ollama_bodies, request_models
 from appliance.frontend.openapi import generated
+from appliance.frontend.sound.forms import PATHS
 from appliance.service.front_paths import FRONT_PATHS
 from appliance.vocabulary import Task
 
@@ -48,4 +51,8 @@ def test_examples_are_accepted(path: str) -> None:
     union: Any = kinds[0]
     for other in kinds[1:]:
         union = union | other
+    if path in PATHS:  # a form
+        fields = EXAMPLES["post", path] | {"file": UploadFile(io.BytesIO())}
+        TypeAdapter(union).validate_python(fields)
+        return
     TypeAdapter(union).validate_json(example)

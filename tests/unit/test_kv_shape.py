@@ -75,6 +75,17 @@ def test_what_is_kept_has_all_that_is_attended_to(window: int, size: int, comput
     assert kept_from <= max(0, computed - window + 1)
 
 
+@given(st.integers(1, 40), st.integers(0, 3000), st.sampled_from([16, 32]), TOKENS)
+def test_what_an_encoder_made_has_the_same_blocks_for_any_request(
+    attention: int, encoded: int, size: int, tokens: int
+) -> None:
+    """Which are known before an engine is."""
+    tables = KvLayers(attention=attention, token_bytes=64, encoded=encoded).tables(size, 448)
+    own = -(-tokens // size)
+    assert _shape(tables).blocks(tokens) == tables.blocks(tokens) == own + -(-encoded // size)
+    assert _shape(tables).blocks(0) == 0
+
+
 @given(
     st.integers(0, 40), st.integers(1, 40), st.integers(1, 5000), st.integers(1, 1 << 17), TOKENS
 )

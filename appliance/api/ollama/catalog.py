@@ -42,8 +42,13 @@ _LOADED: Final = frozenset({"loading", "loaded"})
 _LEVELS: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Ollama's words for the types that weights are computed in."""
 
-_CAPABILITIES: Final = {Task.GENERATE: ["completion"], Task.EMBED: ["embedding"], Task.SCORE: []}
-"""Ollama's words; it has none for scores."""
+_CAPABILITIES: Final = {
+    Task.GENERATE: ["completion"],
+    Task.EMBED: ["embedding"],
+    Task.SCORE: [],
+    Task.TRANSCRIPTION: [],
+}
+"""Ollama's words; it has none for scores and transcriptions."""
 
 _GET_OR_HEAD: Final = [HttpMethod.GET, HttpMethod.HEAD]
 

@@ -1,7 +1,7 @@
 """A body for every operation of the OpenAPI document that takes one; tests send them all.
 
 Models are called as on the pages of docs/: ``small`` generates, ``embedder`` embeds, ``scorer``
-scores.
+scores, ``whisper`` makes text of sound.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _RANK: Final = {
     "documents": ["Nothing.", "The Tiber."],
     "top_n": 1,
 }
+_SOUND_PATHS: Final = ("/v1/audio/transcriptions", "/v1/audio/translations")
+_SOUND: Final = {"model": "whisper", "file": "said.wav", "language": "en"}
 _RESPONSE: Final = {"model": "small", "input": "What flows through Rome?"}
 
 EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
@@ -41,6 +43,7 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/v1/responses/render"): _RESPONSE,
     ("post", "/v1/embeddings"): {"model": "embedder", "input": ["Nothing.", "The Tiber."]},
     ("post", "/v2/embed"): {"model": "embedder", "texts": ["The Tiber."]},
+    **dict.fromkeys([("post", path) for path in _SOUND_PATHS], _SOUND),
     ("post", "/pooling"): {"model": "embedder", "input": "The Tiber."},
     ("post", "/classify"): {"model": "scorer", "input": "The Tiber."},
     **dict.fromkeys([("post", "/v1/score"), ("post", "/score")], _SCORE),

@@ -50,6 +50,7 @@ from appliance.checkpoints.language_models import MEDIA, image_token_bytes, lang
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
 from appliance.checkpoints.task import PoolerValue, dense_files
+from appliance.checkpoints.transcribers import encoder_tokens
 from appliance.checkpoints.windows import STEP_TOKENS
 from appliance.engines.protocol import (
     NO_TOKEN,
@@ -83,6 +84,8 @@ from appliance.engines.vllm.runner_states import RunnerStates
 from appliance.engines.vllm.sampling import check_sampling
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
+from appliance.engines.vllm.sound.arguments import sound_args
+from appliance.engines.vllm.sound.prompts import SoundPrompts
 from appliance.engines.vllm.weights import parameters
 from appliance.engines.vllm.weights.placed import PlacedWeights
 from appliance.engines.vllm.weights.quantized import name_as_text
@@ -93,7 +96,7 @@ from appliance.memory.kv_pool import BLOCK_TOKENS
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer
 from appliance.memory.weight_cache.images import ImageFolder
-from appliance.vocabulary import FinishReason, ModelName, RequestId, Task
+from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId, Task
 
 BATCHED_TOKENS: Final = STEP_TOKENS
 SCORED_TOKENS: Final = 256
@@ -144,11 +147,12 @@ class VllmEngine:
         snapshots = self._scheduler.snapshots
         self._hasher = core.request_block_hasher if snapshots is None else snapshots.hasher
         self.kv = self._cache.shape
-        self._images = ImagePrompts(core.vllm_config, self._scheduler, self._runner, self.kv)
+        self._images = _read_by(task, core, self._runner, self.kv)
         self._placed = placement.placed
         self._drafts = Drafts(core, self._runner, self.kv.step_tokens, self._placed.weights)
-        self._whole_prompts = config.attn_type == "encoder_only"
-        """Whether a prompt is computed in one step, as its tokens attend in both directions."""
+        self._whole_prompts = config.attn_type in ("encoder_only", "encoder_decoder")
+        """Whether a prompt is computed in one step: its tokens attend in both directions, or to
+        what an encoder makes in that step."""
         weights, model_of_vllm = self._placed.weights, self._runner.get_model()
         pool_in_chunks(task, config, model_of_vllm)
         parameters.check_moved(model_of_vllm, weights, self._placed.packings, self._cache.addresses)
@@ -222,7 +226,7 @@ class VllmEngine:
         with recording(*headers, head_files(speculation), lora.adapters, lora.stacks) as recorded:
             placed = (model, recorded, arena, host, swapper, where, shelf, verify, encoded)
             place = partial(PlacedWeights.place, *placed)
-            read = _images_of(checkpoint, config, prompt_images)
+            read = _media_of(checkpoint, config, prompt_images)
             kv = KvPlacement(arena, f"kv:{model}", max_context, where, place, *read)
             others = (kv, host, swapper, task, reasoning_parser, lora)
             with placing(kv):
@@ -313,7 +317,7 @@ class VllmEngine:
 
     def _check_sampling(self, params: SamplingParams, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
-        if self._task is not Task.GENERATE:
+        if self._task.pools:
             raise ValueError(f"{self.model} does not generate text")
         config = self._core.vllm_config.model_config
         check_sampling(params, config, len(sequence.prompt), len(sequence.output))
@@ -322,7 +326,7 @@ class VllmEngine:
 
     def _check_pooling(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
-        if self._task is Task.GENERATE:
+        if not self._task.pools:
             raise ValueError(f"{self.model} generates text and nothing else")
         if sequence.output:
             raise ValueError(f"nothing follows the prompt of request {sequence.request}")
@@ -397,7 +401,10 @@ class VllmEngine:
             chunk = min(chunk, SCORED_TOKENS)
         computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
         if self._whole_prompts and computing:
-            computing, chunk = _whole(computing, chunk)
+            # One with a sound: vLLM puts what it encodes for several behind each other in the order
+            # of its queue, and their blocks in that of its batch.
+            alone = self._task is Task.TRANSCRIPTION
+            computing, chunk = _whole(computing, 0 if alone else chunk)
         if not batch and not computing:
             return []
         self._cache.prepare(batch, computing, kv_slabs)
@@ -564,8 +571,13 @@ def _configure(
     `UnsupportedPooling`."""
     parameters.forbid_packing()
     register_types()
-    encoder = task is not Task.GENERATE and checkpoint.is_encoder
-    whole = chosen["max_model_len"] if encoder else 0
+    encoder = task is Task.TRANSCRIPTION or (task.pools and checkpoint.is_encoder)
+    whole = max(chosen["max_model_len"], encoder_tokens(checkpoint)) if encoder else 0
+    media = (
+        sound_args(checkpoint, ranks, device)
+        if task is Task.TRANSCRIPTION
+        else image_args(images, checkpoint, ranks, device)
+    )
     config = EngineArgs(
         max_num_batched_tokens=max(BATCHED_TOKENS, chosen["max_num_seqs"], whole),
         # vLLM would not do it for means; `pool_in_chunks` does.
@@ -587,7 +599,7 @@ def _configure(
         model=str(checkpoint.path),
         attention_backend=attention(checkpoint, device),
         **device.engine_args,
-        **image_args(images, checkpoint, ranks, device),
+        **media,
         **chosen,
     ).create_engine_config()
     if is_compressed(checkpoint) and device.host_memory and not keeps_state(checkpoint):
@@ -613,9 +625,21 @@ def _headers(
     return files, [read_header(file) for file in dense]
 
 
-def _images_of(checkpoint: ModelConfig, config: VllmConfig, most: int) -> tuple[int, int]:
-    """How many a prompt has at most, and the bytes of what is made of each of their tokens."""
-    return most, image_token_bytes(checkpoint, config.model_config.dtype.itemsize) if most else 0
+def _media_of(checkpoint: ModelConfig, config: VllmConfig, most: int) -> tuple[int, int, int]:
+    """How many images a prompt has at most, the bytes of what is made of each of their tokens, and
+    how many tokens are made of a sound."""
+    number_bytes = config.model_config.dtype.itemsize
+    token_bytes = image_token_bytes(checkpoint, number_bytes) if most else 0
+    return most, token_bytes, encoder_tokens(checkpoint)
+
+
+def _read_by(
+    task: Task, core: EngineCore, runner: GPUModelRunner, shape: KvShape
+) -> ImagePrompts | SoundPrompts:
+    """What prompts have besides text."""
+    if task is Task.TRANSCRIPTION:
+        return SoundPrompts(core.vllm_config, core.scheduler, runner)
+    return ImagePrompts(core.vllm_config, core.scheduler, runner, shape)
 
 
 def _check_prompt(

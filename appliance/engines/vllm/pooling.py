@@ -51,7 +51,7 @@ class TooMuchPooled(ValueError):
 
 def engine_args(task: Task, pooler_config: Mapping[str, PoolerValue]) -> dict[str, Any]:
     """vLLM's options for a model's task, whatever it would make of the checkpoint itself."""
-    if task is Task.GENERATE:
+    if not task.pools:
         return {"runner": "generate"}
     return {
         "runner": "pooling",
@@ -62,15 +62,15 @@ def engine_args(task: Task, pooler_config: Mapping[str, PoolerValue]) -> dict[st
 
 def supported_tasks(task: Task, config: ModelConfig) -> tuple[SupportedTask, ...]:
     """vLLM's names for what a model can do."""
-    if task is Task.GENERATE:
-        return ("generate",)
+    if not task.pools:
+        return ("generate",) if task is Task.GENERATE else ("transcription",)
     return POOLING_TASKS[task][1:] if is_rewarder(config.architectures[0]) else POOLING_TASKS[task]
 
 
 def check_pooling(task: Task, config: ModelConfig, checkpoint: CheckpointConfig) -> None:
     """Raise `UnsupportedPooling` unless prompts can be computed in chunks, or whole where tokens
     attend in both directions, and pooled to vectors or to scores afterwards."""
-    if task is Task.GENERATE:
+    if not task.pools:
         return
     architecture = config.architectures[0]
     encoder = config.attn_type == "encoder_only"
@@ -110,7 +110,7 @@ def pooling_task(task: Task, config: ModelConfig) -> str:
 def pool_in_chunks(task: Task, config: ModelConfig, model: torch.nn.Module) -> None:
     """Have the model that vLLM built pool prompts that are computed in chunks. Raises
     `UnsupportedPooling` if it does not do the task."""
-    if task is Task.GENERATE:
+    if not task.pools:
         return
     wanted, pooler = pooling_task(task, config), cast(Pooler, model.pooler)
     offered = pooler.get_supported_tasks()

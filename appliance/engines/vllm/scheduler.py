@@ -234,7 +234,7 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
                 for place in range(first, len(blocks)):
                     if blocks[place].is_null:
                         (blocks[place],) = pool.get_new_blocks(1)
-            upto = end * shape.block_tokens if shape.window else tokens
+            upto = end * shape.block_tokens if shape.window or shape.encoded else tokens
             table.allocate_new_blocks(name, upto, upto)
             table.take_new_block_ids()  # they are empty; a step would empty them again, when full
         if self.snapshots is not None:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -124,7 +125,8 @@ def _check(specs: Collection[KVCacheSpec]) -> None:
             or (type(spec) in _ATTENTION and not getattr(spec, "non_causal", False))
         ):
             raise UnsupportedKvCache(
-                f"layers keep their KV as {spec}, not of all tokens, a window or a state"
+                f"layers keep their KV as {spec}, not of all tokens, a window, an encoder or a "
+                "state"
             )
     kept = [spec for spec in specs if not _has_state(spec)]
     windows = {spec.page_size_bytes for spec in kept if type(spec) is SlidingWindowSpec}
@@ -138,7 +140,7 @@ def _check(specs: Collection[KVCacheSpec]) -> None:
         raise UnsupportedKvCache("the model's layers differ in the size of their KV")
 
 
-_ATTENTION: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+_ATTENTION: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)
 
 
 def _has_state(spec: KVCacheSpec) -> bool:
@@ -150,7 +152,10 @@ def _table(group: KVCacheGroupSpec) -> KvTable:
     window = 0
     if isinstance(spec, SlidingWindowSpec):
         window = window_blocks(spec.sliding_window, spec.block_size)
-    return KvTable(len(group.layer_names), spec.block_size, _has_state(spec), window)
+    encoded = 0
+    if isinstance(spec, CrossAttentionSpec):
+        encoded = -(-current_placement().encoder_tokens // spec.block_size)
+    return KvTable(len(group.layer_names), spec.block_size, _has_state(spec), window, encoded)
 
 
 def _pages(groups: Sequence[KVCacheGroupSpec]) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextvars import ContextVar
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ from appliance.service.front_frames import (
     Refused,
     Submit,
 )
-from appliance.vocabulary import FinishReason, RequestId
+from appliance.vocabulary import FinishReason, RequestId, Task
 
 log = logging.getLogger(__name__)
 
@@ -315,6 +315,22 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
         finally:
             _making.reset(making)
         self.engine_core.processor = self.output_processor
+        self._in_parts = model.task is Task.TRANSCRIPTION
+
+    async def generate(self, *args: Any, **settings: Any) -> AsyncIterator[Any]:
+        """As vLLM's; of a long sound one part after another, so that it counts as one request of
+        its client at a time."""
+        made = super().generate(*args, **settings)
+        if not self._in_parts:
+            async for output in made:
+                yield output
+            return
+        call = current.get()
+        async with call.parts:
+            if call.refusal is not None:  # of another part, without which there is no answer
+                raise CoreRefusal(call.refusal)
+            async for output in made:
+                yield output
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         names = (request_id,) if isinstance(request_id, str) else as_list(request_id)
@@ -350,7 +366,8 @@ def _check_listed(call: Call, request: EngineCoreRequest, siblings: int) -> None
 def _image_tokens(request: EngineCoreRequest) -> tuple[int, ...]:
     """Tokens of each image in a prompt."""
     features = request.mm_features or ()
-    return tuple([int(feature.mm_position.get_num_embeds()) for feature in features])
+    images = [feature for feature in features if feature.modality == "image"]
+    return tuple([int(image.mm_position.get_num_embeds()) for image in images])
 
 
 def _check_images(request: EngineCoreRequest, siblings: int) -> None:

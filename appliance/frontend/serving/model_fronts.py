@@ -33,6 +33,8 @@ from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
 from appliance.frontend.serving.held_text import keep_held_text
 from appliance.frontend.serving.media import prepare_in_turns
+from appliance.frontend.serving.speech import SERVING as OF_SOUND
+from appliance.frontend.serving.speech import decode_in_turns
 from appliance.service.front_frames import FrontModel, ModelRefused
 from appliance.vocabulary import ModelName, Task
 
@@ -55,6 +57,7 @@ SERVING: Final = (
     "serving_classification",
     "serving_scores",
     "serving_render",
+    *OF_SOUND,
 )
 """Attributes of the state that vLLM's handlers look at; None: the model cannot do it."""
 
@@ -200,6 +203,7 @@ def build(core: Core, model: FrontModel) -> ModelFront:
         setattr(state, name, None)
     asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
     llm.engine_core.one_by_one = keep_held_text(state)
+    decode_in_turns(state)
     if model.pools_tokens:
         # vLLM would compare texts token by token in the worker that has seen the other one.
         state.serving_scores = None
@@ -214,10 +218,11 @@ def arguments(model: FrontModel) -> Namespace:
         *("--max-model-len", str(model.max_context), "--max-num-seqs", str(model.max_batch)),
         *("--max-logprobs", str(model.max_logprobs)),
         "--disable-log-stats",
-        *("--runner", "generate" if model.task is Task.GENERATE else "pooling"),
+        *("--runner", "pooling" if model.task.pools else "generate"),
     ]
-    if model.images:
-        options += ["--limit-mm-per-prompt", json.dumps(_limits(model.images))]
+    sounds = int(model.task is Task.TRANSCRIPTION)
+    if model.images or sounds:
+        options += ["--limit-mm-per-prompt", json.dumps(_limits(model.images, sounds))]
         # What is prepared for one client is not kept for others, which could tell by its time.
         options += ["--mm-processor-cache-gb", "0"]
     else:
@@ -233,14 +238,14 @@ def arguments(model: FrontModel) -> Namespace:
     # vLLM writes into what it parses, and defaults are the same objects for all models.
     args: Namespace = deepcopy(_parser().parse_args(options))
     args.served_model_name = list(names_of(model.name))
-    args.hf_overrides = whole_config if model.images else language_config
+    args.hf_overrides = whole_config if model.images or sounds else language_config
     args.chat_template = processor_template(Path(model.path)) or None
     return args
 
 
-def _limits(images: int) -> dict[str, int]:
+def _limits(images: int, sounds: int) -> dict[str, int]:
     """The most of a prompt that vLLM takes, by what it is."""
-    return {"image": images, "video": 0, "audio": 0}
+    return {"image": images, "video": 0, "audio": sounds}
 
 
 def _but_adapters(model: FrontModel) -> FrontModel:

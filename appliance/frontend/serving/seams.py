@@ -20,6 +20,7 @@ from vllm.entrypoints.pooling.embed.protocol import (
     EmbeddingChatInputRequest,
     _is_batched_chat_messages,
 )
+from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
 from vllm.model_executor.models import registry
 from vllm.multimodal.image import open_image
 from vllm.multimodal.media import ImageMediaIO
@@ -108,6 +109,21 @@ SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     ),
     (BaseRenderer._process_tokens_async, ("await self._process_multimodal_async(",)),
     (AsyncLLM.generate, ("except (VLLMClientError, GracefulHTTPError)",)),
+    (
+        SpeechToTextBaseServing._decode_and_chunk_speech,
+        ("y, sr = load_audio(", "except ValueError:", "chunks = split_audio("),
+    ),
+    (
+        SpeechToTextBaseServing._preprocess_speech_to_text,
+        (
+            "await self._decode_and_chunk_speech_async(audio_data)",
+            "self.model_cls.validate_language(request.language)",
+        ),
+    ),
+    (
+        SpeechToTextBaseServing._create_speech_to_text,
+        ("self.engine_client.generate(", "merge_async_iterators(*list_result_generator)"),
+    ),
     (
         DelegatingParser.parse_delta,
         ("state = self._stream_state", "state.tool_call_text_started", "state.commit("),

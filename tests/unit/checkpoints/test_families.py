@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.checkpoints import families
-from appliance.checkpoints.adapters import check_base
+from appliance.checkpoints.adapters import UnsupportedAdapter, check_base
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.drafts import check_drafts
 from appliance.checkpoints.families import (
@@ -24,6 +24,7 @@ from appliance.checkpoints.families import (
 )
 from appliance.checkpoints.language_models import MEDIA, why_no_images
 from appliance.checkpoints.model_config import known_models, read_model_config
+from appliance.checkpoints.transcribers import TRANSCRIBERS
 from appliance.config.loader import load_config
 from appliance.errors import CheckpointError, ConfigError
 from appliance.platform import torchvision
@@ -31,6 +32,14 @@ from appliance.vocabulary import Task
 from tests.configs import CONFIGS, NOT_ON_CPU, REFUSED
 
 Make = Callable[..., Path]
+POSITIONS = (
+    "max_position_embeddings",
+    "model_max_length",
+    "seq_length",
+    "max_target_positions",
+    "conv_kernel",
+)
+"""One of them is in each file."""
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
@@ -52,8 +61,7 @@ def test_real_configurations(tmp_path: Path, name: str) -> None:
         check_family(config)
         for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
             assert config.integer(key) > 0
-        positions = ("max_position_embeddings", "model_max_length", "seq_length", "conv_kernel")
-        assert config.first(*positions) > 0
+        assert config.first(*POSITIONS) > 0
 
 
 def test_a_check_of_the_configuration_names_the_remedy(
@@ -141,19 +149,41 @@ def test_what_is_not_served_is_named(
 
 
 def test_what_reads_sound_is_refused_for_that(fake_checkpoint: Make) -> None:
-    """All of vLLM's that do; cross attention is named as well, also of what reads images."""
+    """All of vLLM's that do; of those with cross attention that is said, also of what reads
+    images."""
     known = known_models().architectures
     heard = {name for name, traits in known.items() if "sound" in traits} - set(MEDIA)
+    crossed = {name for name, traits in known.items() if "cross" in traits}
     assert heard >= {"CohereAsrForConditionalGeneration", "MiniCPMO", "VoxtralRealtimeGeneration"}
 
-    for name in heard | {name for name, traits in known.items() if "cross" in traits}:
+    for name in (heard | crossed) - TRANSCRIBERS:
         with pytest.raises(UnsupportedModel) as caught:
             read_checkpoint("tiny", fake_checkpoint(name, architectures=[name]))
 
         assert name in caught.value.wrong
-        assert ("the API takes no sound" in caught.value.wrong) == (name in heard)
-        assert ("(cross attention)" in caught.value.wrong) == ("cross" in known[name])
+        assert ("the API takes no sound" in caught.value.wrong) == (name not in crossed)
+        assert ("(cross attention)" in caught.value.wrong) == (name in crossed)
         assert caught.value.remedy.startswith("take a checkpoint of a model that reads text")
+
+
+def test_what_makes_text_of_sound_is_served_by_one_processor(tmp_path: Path) -> None:
+    """Whose ranks are one, and no GPU's; a quantized one is not."""
+    values = CONFIGS["whisper-large-v3-turbo"]
+    config = read_model_config(write(tmp_path, values))
+    check_cpu(config, "bfloat16")
+    assert is_tried(config)
+    with pytest.raises(UnsupportedModel, match="not served by several ranks yet"):
+        check_cpu(config, "bfloat16", 2)
+    with pytest.raises(UnsupportedModel, match="served on the CPU only"):
+        check_cuda(config)
+    with pytest.raises(UnsupportedAdapter, match=r"adapters of WhisperFor.* are not served"):
+        check_base(config, task=Task.TRANSCRIPTION, ranks=1, cuda=False)
+    with pytest.raises(UnsupportedModel, match="drafts were not tried with what WhisperFor"):
+        check_drafts(config, Task.TRANSCRIPTION, on_cpu=True, ranks=1)
+    packed = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    quantized = write(tmp_path, {**values, "quantization_config": packed})
+    with pytest.raises(UnsupportedModel, match=r"no test serves WhisperFor.* quantized"):
+        check_family(read_model_config(quantized))
 
 
 @pytest.mark.parametrize("name", ["gemma-4-e4b-text", "gemma-4-31b-it"])

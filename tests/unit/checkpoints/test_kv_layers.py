@@ -111,6 +111,16 @@ def test_published_models(
     assert (found.states, found.state_bytes) == (states, state_bytes)
 
 
+def test_a_decoder_keeps_what_an_encoder_made(tmp_path: Path) -> None:
+    """Of each request, in as many layers as keep its tokens: 29 MiB with Whisper's turbo model."""
+    found = kv_layers(config_of(tmp_path, CONFIGS["whisper-large-v3-turbo"]), BF16, cuda=False)
+
+    assert found == KvLayers(attention=4, token_bytes=2 * 1280 * BF16, heads=20, encoded=1500)
+    tables = found.tables(32, 448)
+    assert (tables.layers, tables.tables, tables.state_blocks) == (4, 1, 47)
+    assert tables.blocks(448) == 47 + 14
+
+
 def test_layers_that_a_file_does_not_list(tmp_path: Path) -> None:
     """LFM2 may say where its attention is only; Zamba 2 has layers that are of both kinds."""
     listed = dict(CONFIGS["lfm2-1.2b"])

@@ -86,6 +86,19 @@ def test_names_are_of_bounded_length(tmp_path: Path) -> None:
         read_header(file)
 
 
+def test_an_index_of_another_variant_names_files_that_do_not_count(
+    tmp_path: Path, path: Path
+) -> None:
+    """Whisper large v3 has its weights in 16 and in 32 bits."""
+    (tmp_path / "model.fp32-00001-of-00001.safetensors").write_bytes(path.read_bytes())
+    other = {"weight_map": {"a": "model.fp32-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.fp32.json").write_text(json.dumps(other))
+    assert weight_files(tmp_path) == [path]
+    (tmp_path / "model.safetensors.index.fp32.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"index\.fp32\.json is corrupt"):
+        weight_files(tmp_path)
+
+
 def test_an_index_names_the_files(tmp_path: Path, path: Path) -> None:
     """With an index other files do not count, and one that it names must be there."""
     (tmp_path / "consolidated.safetensors").write_bytes(path.read_bytes())

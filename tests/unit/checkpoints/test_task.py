@@ -45,6 +45,7 @@ def modules(path: Path, pooling: dict[str, Any], *more: str) -> None:
         ("LlamaForCausalLM", {}, Task.GENERATE),
         ("GPT2LMHeadModel", {}, Task.GENERATE),
         ("ChatGLMModel", {}, Task.GENERATE),
+        ("WhisperForConditionalGeneration", {"model_type": "whisper"}, Task.TRANSCRIPTION),
         ("Qwen3Model", {}, Task.EMBED),
         ("Qwen3ForSequenceClassification", {"id2label": {"0": "LABEL_0"}}, Task.SCORE),
         ("LlamaForSequenceClassification", {"num_labels": 1}, Task.SCORE),
@@ -78,6 +79,16 @@ def test_the_configuration_decides(fake_checkpoint: Make) -> None:
         check_task(path, "score")
 
 
+def test_sound_is_transcribed_by_what_hears_it_alone(fake_checkpoint: Make) -> None:
+    whisper = fake_checkpoint("whisper", architectures=["WhisperForConditionalGeneration"])
+
+    assert check_task(whisper, "transcription") is Task.TRANSCRIPTION
+    with pytest.raises(CheckpointError, match="would have to be transcription, not generate"):
+        check_task(whisper, "generate")
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM is not served for transcription"):
+        check_task(fake_checkpoint(), "transcription")
+
+
 @pytest.mark.parametrize("asked", ["auto", "embed", "generate"])
 @pytest.mark.parametrize(
     "architecture", ["Qwen2ForProcessRewardModel", "HF_ColBERT", "BertForTokenClassification"]
@@ -109,6 +120,7 @@ def test_a_reward_model_scores_tokens(fake_checkpoint: Make) -> None:
     ("task", "asked", "pooled"),
     [
         (Task.GENERATE, {}, ""),
+        (Task.TRANSCRIPTION, {}, ""),
         (Task.EMBED, {}, "embed"),
         (Task.EMBED, {"task": "token_embed", "pooling_type": "ALL"}, "token_embed"),
         (Task.EMBED, {"enable_chunked_processing": True, "max_embed_len": 9000}, "embed"),

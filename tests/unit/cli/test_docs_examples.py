@@ -28,6 +28,7 @@ DOCS = ROOT / "docs"
 PAGES = {
     "api.md": "sh",  # test_api_docs
     "embeddings.md": "sh",  # test_api_docs
+    "speech.md": "sh",  # test_docs of front ends
     "batches.md": "sh",  # test_docs_batches
     "admin.md": "console",  # test_admin_page
     "keys.md": "console",  # test_docs_keys

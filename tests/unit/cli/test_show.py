@@ -112,6 +112,22 @@ async def test_adapters_are_shown(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "line"),
+    [
+        ("Mamba2ForCausalLM", "states        29MiB of each request"),
+        ("WhisperForConditionalGeneration", "KV of sound   29MiB of each request"),
+    ],
+)
+async def test_what_a_request_keeps_however_long_it_is_is_shown(
+    monkeypatch: pytest.MonkeyPatch, call: Call, architecture: str, line: str
+) -> None:
+    facts = msgspec.structs.replace(MODEL.facts, architecture=architecture, state_bytes=29 << 20)
+    monkeypatch.setattr(OneModel, "model", msgspec.structs.replace(MODEL, facts=facts))
+
+    assert line in (await call("org/small")).stdout.splitlines()
+
+
+@pytest.mark.parametrize(
     ("images", "reads"),
     [
         (0, "text only, no images"),

@@ -43,8 +43,10 @@ class KvCache:
             block_bytes=geometry.block_bytes,
             group_blocks=geometry.group_blocks,
             group_slabs=geometry.group_slabs,
-            tables=sum(not (table.has_state or table.window) for table in placement.tables),
-            state_blocks=sum(table.has_state for table in placement.tables),
+            tables=sum(table.grows for table in placement.tables),
+            state_blocks=sum(
+                table.blocks(1) for table in placement.tables if table.has_state or table.encoded
+            ),
             windows=tuple(table.window for table in placement.tables if table.window),
             step_blocks=max((t.step_blocks for t in placement.tables if t.window), default=0),
             snapshot_blocks=scheduler.snapshots.blocks if scheduler.snapshots is not None else 0,

@@ -29,10 +29,18 @@ class KvTable(NamedTuple):
     """Whether its layers keep a state of constant size, which takes one block of a request."""
     window: int = 0
     """The most blocks that a request keeps in it, if its layers attend to a window; else 0."""
+    encoded: int = 0
+    """The blocks of a request, however many tokens it has, if its layers attend to what an encoder
+    made (cross attention); else 0."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether a request with more tokens has more blocks in it, without end."""
+        return not (self.has_state or self.window or self.encoded)
 
     def blocks(self, tokens: int) -> int:
         """Of a request that has `tokens` tokens in its KV cache."""
-        blocks = min(1, tokens) if self.has_state else -(-tokens // self.block_tokens)
+        blocks = self._all(tokens)
         return min(blocks, self.window) if self.window else blocks
 
     def first_kept(self, tokens: int) -> int:
@@ -42,10 +50,16 @@ class KvTable(NamedTuple):
     def reach(self, tokens: int, computed: int) -> int:
         """Where the blocks end that a prompt of `tokens` tokens has while so many are computed, and
         the next step is to come."""
-        blocks = min(1, tokens) if self.has_state else -(-tokens // self.block_tokens)
+        blocks = self._all(tokens)
         if not self.window:
             return blocks
         return min(blocks, self.first_kept(computed + 1) + self.window + self.step_blocks)
+
+    def _all(self, tokens: int) -> int:
+        """Of so many tokens, if no window gave any back."""
+        if self.has_state or self.encoded:
+            return max(1, self.encoded) if tokens else 0
+        return -(-tokens // self.block_tokens)
 
     @property
     def step_blocks(self) -> int:
@@ -65,6 +79,7 @@ class KvPlacement:
         on_loaded: Callable[[torch.nn.Module], PlacedWeights],
         most_images: int = 0,
         image_token_bytes: int = 0,
+        encoder_tokens: int = 0,
     ) -> None:
         """A request of `max_context` tokens always has addresses. `on_loaded` gives the parameters
         of the model, once it is built, their own. A prompt has at most so many images, and what the
@@ -72,6 +87,8 @@ class KvPlacement:
         self.device = device
         self.most_images = most_images
         self.image_token_bytes = image_token_bytes
+        self.encoder_tokens = encoder_tokens
+        """What an encoder makes of any sound, if the model's decoder attends to that; else 0."""
         self.kv_layers = 0
         """Layers of a block table; of the longest one, if there are several."""
         self.tables: list[KvTable] = []

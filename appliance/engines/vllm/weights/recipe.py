@@ -11,9 +11,10 @@ and transposed placeholders are views that say where they lie in their tensor:
     Write(origin=(file, 1024 + 2048 * 4096 * 2), axes=((8388608, 1, 1),), start=0)
 
 Copies of placeholders in another order (Llama 4's q and k) are views, too, of which it is noted
-where each begins. One computation is known, ``-exp(x)`` of each number (`Origin.decays`), and
-quantized layers are converted as a whole (`LayerRecipe`). What computes anything else
-with a placeholder, or with a parameter, cannot be written down, and is an error that names it.
+where each begins. Zeros that vLLM makes (the bias of Whisper's keys) are written as such. One
+computation is known, ``-exp(x)`` of each number (`Origin.decays`), and quantized layers are
+converted as a whole (`LayerRecipe`). What computes anything else with a placeholder, or with a
+parameter, cannot be written down, and is an error that names it.
 Afterwards a fill is nothing but reads (`appliance.engines.vllm.weights.loading`).
 """
 
@@ -319,8 +320,9 @@ class RecipeRecording:
         self.recorder.watch(model)
         with self.recorder:
             try:
-                placeholders = self.recorder.placeholders(files, first)
-                model.load_weights(placeholders)  # type: ignore[operator]
+                with self.recorder.loading():
+                    placeholders = self.recorder.placeholders(files, first)
+                    model.load_weights(placeholders)  # type: ignore[operator]
             except AssertionError as error:
                 raise UnsupportedCheckpoint(
                     f"{self.recorder.current} does not fit {type(model).__name__}: {error}"
@@ -468,6 +470,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of results: the placeholder or parameter they are computed from, and by what steps."""
         self._arranged: dict[int, tuple[tuple[int, torch.Tensor], ...]] = {}
         """Of copies in another order: views of placeholders, and where each begins."""
+        self._zeros: dict[int, torch.UntypedStorage] = {}
+        """Tensors of zeros that vLLM made, to load them like those of files: Whisper's keys have no
+        bias."""
+        self._loading = False
         self._kept: list[torch.UntypedStorage] = []
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -497,6 +503,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def keep(self, tensor: torch.Tensor) -> None:
         """No other storage has the identity of this one's from now on."""
         self._kept.append(tensor.untyped_storage())
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within, zeros that vLLM makes may be loaded."""
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+            self._zeros.clear()
 
     def placeholders(
         self, files: Iterable[WeightFile], first: int = 0
@@ -553,14 +569,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._pack_convolution(*args)
         if func in _STEPS and self._is_known(args[0]) and _is_step(func, args[0], kwargs or {}):
             return self._compute(func, args[0])
+        if func is torch.ops.aten.zeros.default and self._loading:
+            return self._make_zeros(func(*args, **(kwargs or {})))
         if func in _FILLS and _key(args[0]) in self.names:
-            value = float(args[1]) if len(args) > 1 else 0.0
-            self._note(args[0], torch.empty((), device="meta").expand(args[0].shape), value)
-            return args[0]
+            return self._fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
         if not _is_view(func) and func not in _LIKE:
             for tensor in tree_iter((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
                     self._refuse(func, tensor)
+                    self._zeros.pop(_key(tensor), None)
         return func(*args, **(kwargs or {}))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -572,8 +589,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is None:
             if _same(target, source):
                 return target
+            if _key(source) in self._zeros and _key(target) in self.names:
+                return self._fill(target, 0.0)
             self._refuse("a copy", target)
             self._refuse("a copy", source)
+            self._zeros.pop(_key(target), None)
             return target.copy_(source)
         name, origin = known
         if _key(target) not in self.names and not self._is_found(target):
@@ -677,6 +697,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.numel():
             write = Write(origin, axes, int(target.storage_offset()))
             self.writes.setdefault(_key(target), []).extend(write.parts())
+
+    def _make_zeros(self, made: torch.Tensor) -> torch.Tensor:
+        self._zeros[_key(made)] = made.untyped_storage()
+        return made
+
+    def _fill(self, target: torch.Tensor, value: float) -> torch.Tensor:
+        self._note(target, torch.empty((), device="meta").expand(target.shape), value)
+        return target
 
     def _pack(self, weight: torch.Tensor, output: torch.Tensor, isa: str) -> None:
         if _key(weight) not in self.names or not weight.is_contiguous():

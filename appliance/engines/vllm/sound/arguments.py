@@ -1,0 +1,24 @@
+"""The arguments of vLLM's engine that are about sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.checkpoints.model_config import ModelConfig
+from appliance.checkpoints.overrides import whole_config
+from appliance.checkpoints.transcribers import why_not_served
+from appliance.engines.vllm.device import Device
+
+
+def sound_args(checkpoint: ModelConfig, ranks: int, device: Device) -> dict[str, Any]:
+    """For a model that makes text of sound. Raises `ValueError` for one that is not served here."""
+    if wrong := why_not_served(checkpoint, ranks=ranks, cuda=not device.host_memory):
+        raise ValueError(f"{checkpoint.path}: {wrong}")
+    return {
+        "hf_overrides": whole_config,
+        # What prepares sound is made with it; vLLM asks that how long a sound is.
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"audio": 1},
+        "mm_processor_cache_gb": 0,  # sound comes prepared
+        "skip_mm_profiling": True,
+    }

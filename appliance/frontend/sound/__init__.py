@@ -1,0 +1,1 @@
+"""What clients send to have text made of it: forms, and files of sound."""
