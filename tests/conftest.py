@@ -18,10 +18,6 @@ from safetensors.numpy import save_file
 settings.register_profile("appliance", deadline=None)
 settings.load_profile("appliance")
 
-# What is imported and collected stays to the end: the garbage collector need not look through it
-# time and again, which takes a fifth of an import of vLLM and longer than most tests.
-gc.disable()
-
 CHECKPOINT_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -33,6 +29,15 @@ CHECKPOINT_CONFIG: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 2048,
 }
+
+
+def pytest_configure() -> None:
+    """What is imported and collected stays to the end: the garbage collector need not look through
+    it time and again, which takes a fifth of an import of vLLM and longer than most tests.
+
+    Not when this file is imported, which other programs do, too: nothing turns it on again there.
+    """
+    gc.disable()
 
 
 @pytest.hookimpl(wrapper=True)

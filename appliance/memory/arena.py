@@ -78,7 +78,8 @@ class Region:
     def release(self) -> None:
         """Give back the slabs and the address range; the region must not be used afterwards.
 
-        Raises `OSError` when the system refuses; then it can be called again."""
+        Raises `OSError` when the system refuses; then it can be called again. Raises `ValueError`
+        when it has been released."""
         self._arena._release(self)
 
 
@@ -220,6 +221,9 @@ class Arena:
 
     def _release(self, region: Region) -> None:
         with self._lock:
+            if region not in self._regions:
+                # Its addresses may be another's by now.
+                raise ValueError(f"a region of {region.owner} is released twice")
             self._give_back(region, region._slabs)
             self.vmm.release(region.address, region.slots * self.slab_bytes)
             self._regions.remove(region)

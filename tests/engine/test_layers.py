@@ -92,6 +92,20 @@ def test_a_head_has_its_bias() -> None:
     assert asked[2] is None
 
 
+def test_ernie_changes_no_rotary_embedding_of_another_model(tmp_path: Path) -> None:
+    """Those of the process are by their numbers, of which the flag that ERNIE changes is one."""
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    house = make_house()
+    for name in ("llama-3.1-8b-instruct", "ernie-4.5-0.3b-pt"):
+        house.build(name, make_shrunken(tmp_path, name, CONFIGS[name]), dtype="float32")
+
+    assert _ROPE_DICT
+    for numbers, embedding in _ROPE_DICT.items():
+        if hasattr(embedding, "is_neox_style"):
+            assert embedding.is_neox_style == numbers[3]
+
+
 def test_vllm_has_no_kernel_for_bounded_experts() -> None:
     """Why Step 3.5 is refused on CPUs."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation

@@ -29,15 +29,15 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, DEVICE_UNAVAILABLE = 46, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
+enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        ECC_UNCORRECTABLE = 214, INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600,
-       ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, LAUNCH_FAILED = 719,
+       ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, MISALIGNED_ADDRESS = 716, LAUNCH_FAILED = 719,
        CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906,
        CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908 };
 static const struct { int code; const char *name, *why; } NAMES[] = {
   {OK, "CUDA_SUCCESS", "no error"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
   {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-  {DEVICE_UNAVAILABLE, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"},
+  {MISALIGNED_ADDRESS, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
   {ECC_UNCORRECTABLE, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered"},
   {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
   {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
@@ -88,7 +88,7 @@ static struct { char name[64]; int in, code; } failing[16];
 static char calls[1 << 20];
 static u64 calls_end;
 static int breaks(int code) {
-  return code == ILLEGAL_ADDRESS || code == LAUNCH_FAILED || code == ECC_UNCORRECTABLE || code == DEVICE_UNAVAILABLE;
+  return code == ILLEGAL_ADDRESS || code == LAUNCH_FAILED || code == ECC_UNCORRECTABLE || code == MISALIGNED_ADDRESS;
 }
 static int injected(const char *name) {
   for (int i = 0; i < 16; i++) {
@@ -198,6 +198,12 @@ static int settle(Stream *s, u64 upto) {
   return code;
 }
 
+// A destroyed stream stays until what was in line there is done, or until its context goes.
+static void drop_dead_streams(int all) {
+  for (int i = n_streams; i--;)
+    if (streams[i]->dead && (all || streams[i]->done == streams[i]->given)) streams[i] = streams[--n_streams];
+}
+
 int cuInit(unsigned flags) { initialised = 1; return injected("cuInit"); }
 int cuGetErrorName(int code, const char **s) {
   for (unsigned i = 0; i < sizeof NAMES / sizeof *NAMES; i++) if (NAMES[i].code == code) { *s = NAMES[i].name; return OK; }
@@ -209,7 +215,7 @@ int cuGetErrorString(int code, const char **s) {
 }
 int cuDeviceGet(int *d, int ordinal) { CALL("cuDeviceGet", 0) if (ordinal) FAIL(INVALID_DEVICE); *d = ordinal; END; }
 int cuDevicePrimaryCtxRetain(void **c, int d) { CALL("cuDevicePrimaryCtxRetain", 0) *c = (void *)0x77; retained++; END; }
-int cuDevicePrimaryCtxRelease(int d) { CALL("cuDevicePrimaryCtxRelease", 0) retained--; END; }
+int cuDevicePrimaryCtxRelease(int d) { CALL("cuDevicePrimaryCtxRelease", 0) if (!--retained) drop_dead_streams(1); END; }
 int cuCtxSetCurrent(void *c) { CALL("cuCtxSetCurrent", 0) current = c; END; }
 
 int cuCtxSynchronize(void) {
@@ -307,17 +313,16 @@ int cuMemUnmap(u64 p, u64 n) {
 
 int cuStreamCreate(Stream **s, unsigned flags) {
   CALL("cuStreamCreate", 1)
+  drop_dead_streams(0);
   if (n_streams == sizeof streams / sizeof *streams) abort();
   streams[n_streams++] = *s = calloc(1, sizeof **s);
   (*s)->blocking = !(flags & 1);
   END;
 }
-int cuStreamDestroy(Stream *s) {  // kept: events name it
+int cuStreamDestroy(Stream *s) {  // returns at once; kept: events name it
   CALL("cuStreamDestroy", 1)
   if (s->dead) { audit.freed_twice++; FAIL(INVALID_HANDLE); }
-  code = settle(s, s->given);
   s->dead = 1;
-  for (int i = 0; i < n_streams; i++) if (streams[i] == s) { streams[i] = streams[--n_streams]; break; }
   END;
 }
 int cuStreamSynchronize(Stream *s) {
@@ -464,7 +469,12 @@ void standin_reset(u64 bytes) {  // a new driver, as far as failures and the bud
   pthread_mutex_unlock(&lock);
 }
 // What was not given back, as `Live` in driver.py.
-void standin_live(u64 *n) { u64 all[] = {live_handles, n_mappings, n_ranges, n_pinned, n_streams, live_events, retained, taken}; memcpy(n, all, sizeof all); }
+void standin_live(u64 *n) {
+  u64 live_streams = 0;
+  for (int i = 0; i < n_streams; i++) live_streams += !streams[i]->dead;
+  u64 all[] = {live_handles, n_mappings, n_ranges, n_pinned, live_streams, live_events, retained, taken};
+  memcpy(n, all, sizeof all);
+}
 void standin_audit(u64 *n) { memcpy(n, &audit, sizeof audit); }
 void standin_pardon(void) { memset(&audit, 0, sizeof audit); }
 u64 standin_pageable(void) { return pageable; }

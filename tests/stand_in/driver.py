@@ -64,9 +64,9 @@ class CudaCode(IntEnum):
     """Errors to inject, by the driver's numbers."""
 
     OUT_OF_MEMORY = 2
-    DEVICE_UNAVAILABLE = 46
     ECC_UNCORRECTABLE = 214
     ILLEGAL_ADDRESS = 700
+    MISALIGNED_ADDRESS = 716
     LAUNCH_FAILED = 719
     UNKNOWN = 999
 

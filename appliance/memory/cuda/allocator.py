@@ -30,8 +30,14 @@ class RuntimeAllocator:
         """Address of `nbytes` bytes, or None if there are none."""
         try:
             with relaxed_capture():
-                return self._runtime.take(nbytes)
-        except (PoolExhausted, OSError) as error:
+                try:
+                    return self._runtime.take(nbytes)
+                except PoolExhausted:
+                    if self._capturing() or not self._leaving:
+                        raise
+                    self.let_go()
+                    return self._runtime.take(nbytes)
+        except (PoolExhausted, ValueError, OSError) as error:
             log.error("torch gets no memory: %s", error)
             return None
 
@@ -42,8 +48,11 @@ class RuntimeAllocator:
             return  # to wait for the device would spoil the graph
         try:
             self.let_go()
-        except (ValueError, OSError):
+        except ValueError:
             log.exception("torch gives back what is not its own")
+        except OSError as error:
+            # `let_go` tries again.
+            log.error("what torch gives back cannot be taken yet: %s", error)
 
     def let_go(self) -> None:
         """Give back to the pool what torch has given back, once the device is done with it.

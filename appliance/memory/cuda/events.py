@@ -158,11 +158,11 @@ class SharedEvent:
         """What is sent to the other process; `IPC_HANDLE_BYTES` bytes."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. Raises `CudaError`; then it can be called again."""
         if self.event is not None:
             self._context.use()
-            event, self.event = self.event, None
-            call("cuEventDestroy", event)
+            call("cuEventDestroy", self.event)
+            self.event = None
 
 
 def open_event(handle: bytes) -> Any:

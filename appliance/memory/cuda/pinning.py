@@ -66,6 +66,7 @@ class HostPinning:
             start = (self.pinned_bytes - 1) // self._chunk_bytes * self._chunk_bytes
             with contextlib.suppress(CudaError):
                 self._context.use()
+            with contextlib.suppress(CudaError):
                 call("cuMemHostUnregister", self._address + start)
             self.pinned_bytes = start
 

@@ -34,10 +34,14 @@ class Scratch:
         return any(start <= address < start + size for start, size in self._ranges.items())
 
     def release(self) -> None:
-        """Give all ranges back; they may not be touched any more."""
+        """Give all ranges back; they may not be touched any more.
+
+        Raises `OSError` when the system refuses one; then it can be called again.
+        """
         while self._ranges:
-            address, size = self._ranges.popitem()
+            address, size = next(iter(self._ranges.items()))
             self._vmm.release(address, size)
+            del self._ranges[address]
 
     @contextmanager
     def under(self, address: int, slots: int) -> Iterator[None]:
@@ -53,9 +57,14 @@ class Scratch:
             self._vmm.unmap(address, slots)
 
     def close(self) -> None:
-        """Idempotent."""
-        self.release()
-        self._vmm.close()
+        """Idempotent. Raises `OSError` when a range is refused; then it can be called again.
+
+        The slab is given back nonetheless, as soon as no range leads to it.
+        """
+        try:
+            self.release()
+        finally:
+            self._vmm.close()
 
     def _cover(self, address: int, size: int) -> None:
         covered = 0

@@ -304,7 +304,8 @@ class CudaStream:
                 self._changed.notify_all()
         with contextlib.suppress(CudaError):
             self._context.use()  # it may not have been to be had when this thread began
-            self._events.close()
+        self._events.close()
+        with contextlib.suppress(CudaError):
             call("cuStreamDestroy", self._handle)
 
     def _land(self, mark: _Mark) -> None:
@@ -330,8 +331,8 @@ class CudaStream:
         """Everything of the job is off the device; it is over when all before it is."""
         for earlier in (*job.after, *job.needs):
             earlier.join()
-        if isinstance(job.error, CudaError):
-            # A copy may be in line without its mark.
+        if job.broken or isinstance(job.error, CudaError):
+            # A copy may be in line without its mark, or with one that could not be waited for.
             with contextlib.suppress(CudaError):
                 self._landing()
                 call("cuStreamSynchronize", self._handle)

@@ -34,6 +34,7 @@ class CudaVmm:
         """Raw handle of the stream the engines compute on; CUDA's legacy default at first."""
         self.context = CudaContext(device)
         self._mapped: set[int] = set()  # addresses that have a slab
+        self._left: set[int] = set()  # of these, what a mapping that failed could not take away
         self._handles: list[Any] = []
         self._copying = threading.Lock()
         self._copies: Any = None
@@ -60,6 +61,9 @@ class CudaVmm:
             raise ValueError(f"slab {slab if slab < 0 else last} is not one of {self.slabs}")
         self.context.use()
         size = self.slab_bytes
+        places = range(address, address + count * size, size)
+        for place in self._left.intersection(places):
+            self.unmap(place)
         done = 0
         try:
             for handle in self._handles[slab : slab + count]:
@@ -69,8 +73,10 @@ class CudaVmm:
                 done += 1
             call("cuMemSetAccess", address, count * size, [self._access], 1, of=f"{count} slabs")
         except CudaError:
-            with contextlib.suppress(CudaError):  # what it refuses to unmap, `release` tries again
+            with contextlib.suppress(CudaError):
                 self.unmap(address, done)
+            # What it refuses to unmap, the next mapping there, or `release`, tries again.
+            self._left.update(self._mapped.intersection(places))
             raise
 
     def unmap(self, address: int, count: int = 1) -> None:
@@ -80,6 +86,7 @@ class CudaVmm:
                 # One by one: the driver takes away exactly what one `cuMemMap` put there.
                 call("cuMemUnmap", place, self.slab_bytes, of=f"{place:#x}")
                 self._mapped.remove(place)
+                self._left.discard(place)
 
     def release(self, address: int, nbytes: int) -> None:
         size = self._whole(nbytes)

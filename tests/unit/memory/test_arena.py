@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 
@@ -183,6 +184,22 @@ def test_what_cannot_be_poisoned_is_not_mapped() -> None:
 
     assert not vmm.placed
     assert (arena.free, region.mapped) == (3, 0)
+
+
+def test_a_region_is_released_once() -> None:
+    """Its addresses may be another's by then: nothing of that one is taken away."""
+    arena = Arena(HostVmm(4, mmap.PAGESIZE))
+    region = arena.reserve("a", 2)
+    region.map([0])
+    region.release()
+    other = arena.reserve("b", 2)
+    other.map([0, 1])
+
+    with pytest.raises(ValueError, match="a region of a is released twice"):
+        region.release()
+
+    ctypes.memset(other.address, 1, 2 * mmap.PAGESIZE)
+    arena.check_integrity()
 
 
 def test_slots_named_twice_are_refused() -> None:

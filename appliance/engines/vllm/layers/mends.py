@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from appliance.engines.vllm.layers.heads import mend_biased_heads
 from appliance.engines.vllm.layers.per_layer import mend_per_layer_embeddings
+from appliance.engines.vllm.layers.shared_rotary import keep_rotary_embeddings_apart
 
 
 def mend_layers() -> None:
     """What is wrong on every device."""
     mend_biased_heads()
     mend_per_layer_embeddings()
+    keep_rotary_embeddings_apart()
 
 
 def mend_cpu_layers() -> None:

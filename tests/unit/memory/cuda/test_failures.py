@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from appliance.memory.arena import Arena, PoolExhausted, Region
 from appliance.memory.cuda.allocator import RuntimeAllocator
 from appliance.memory.cuda.driver import CudaError, call
+from appliance.memory.cuda.events import SharedEvent
 from appliance.memory.cuda.scratch import Scratch
 from appliance.memory.cuda.streams import CudaStream
 from appliance.memory.cuda.vmm import CudaVmm
@@ -39,7 +40,7 @@ LASTING = (
     CudaCode.ILLEGAL_ADDRESS,
     CudaCode.LAUNCH_FAILED,
     CudaCode.ECC_UNCORRECTABLE,
-    CudaCode.DEVICE_UNAVAILABLE,
+    CudaCode.MISALIGNED_ADDRESS,
 )
 NON_BLOCKING, GLOBAL = 1, 0
 some_failures = st.tuples(
@@ -58,11 +59,31 @@ def deterministic(examples: int) -> Callable[[Any], Any]:
 
 
 def until_done(work: Callable[[], object]) -> None:
-    """On a thread, so that what waits for ever fails the test."""
-    thread = threading.Thread(target=work, daemon=True)
+    """On a thread, so that what waits for ever fails the test. Raises what `work` raises."""
+    errors: list[BaseException] = []
+
+    def keep_errors() -> None:
+        try:
+            work()
+        except BaseException as error:  # the test's thread raises it
+            errors.append(error)
+
+    thread = threading.Thread(target=keep_errors, daemon=True)
     thread.start()
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive(), "it waits for ever"
+    if errors:
+        raise errors[0]
+
+
+def test_errors_of_the_other_thread_are_raised() -> None:
+    """A step that fails there fails its test."""
+
+    def work() -> None:
+        raise LookupError("of the thread")
+
+    with pytest.raises(LookupError, match="of the thread"):
+        until_done(work)
 
 
 def check_books(driver: StandIn, arena: Arena, regions: list[Region]) -> None:
@@ -275,6 +296,7 @@ class Floor:
         for stream in self.streams:
             stream.close()
         self.vmm.context.use()
+        call("cuStreamSynchronize", self.compute)
         call("cuStreamDestroy", self.compute)
         self.vmm.release(self.base, 8 * SLAB)
         self.vmm.close()
@@ -285,7 +307,11 @@ class Floor:
 @given(
     transfers=st.lists(
         st.tuples(
-            st.integers(0, 1), st.sampled_from(TransferKind), st.booleans(), st.integers(1, 3)
+            st.integers(0, 1),
+            st.sampled_from(TransferKind),
+            st.booleans(),
+            st.integers(1, 3),
+            st.booleans(),
         ),
         min_size=1,
         max_size=5,
@@ -300,12 +326,12 @@ class Floor:
 )
 def test_transfers(
     driver: StandIn,
-    transfers: list[tuple[int, TransferKind, bool, int]],
+    transfers: list[tuple[int, TransferKind, bool, int, bool]],
     name: str,
     failure: tuple[int, CudaCode],
 ) -> None:
-    """Each ends, with its bytes or with the driver's error, and when it has ended no copy of it is
-    in line: its slab can be unmapped. The streams go on."""
+    """Each ends, with its bytes, the driver's error or because it was cancelled, and when it has
+    ended no copy of it is in line: its slab can be unmapped. The streams go on."""
     driver.forget()  # of an example that failed
     floor = Floor()
     nth, code = failure
@@ -314,15 +340,17 @@ def test_transfers(
     started: list[Transfer] = []
     with contextlib.suppress(CudaError):
         call("cuMemcpyAsync", floor.base, floor.base, 8, floor.compute)
-    for slab, (stream, kind, chained, pieces) in enumerate(transfers):
+    for slab, (stream, kind, chained, pieces, cancelled) in enumerate(transfers):
         needs = started[-1:] if chained else []
         started.append(floor.start(slab, stream, kind, needs, pieces))
+        if cancelled:
+            started[-1].cancel()
     for slab, transfer in enumerate(started):
         until_done(transfer.join)
         with contextlib.suppress(CudaError):
             call("cuStreamSynchronize", floor.compute)
         if transfer.error is not None:
-            assert code.name in str(transfer.error)
+            assert code.name in str(transfer.error) or "was cancelled" in str(transfer.error)
             floor.vmm.context.use()
             floor.vmm.unmap(floor.base + slab * SLAB)
             assert driver.audit() == Audit()
@@ -338,6 +366,48 @@ def test_transfers(
     floor.close()
     assert not any(driver.live())
     assert driver.audit() == Audit()
+
+
+def test_a_cancelled_transfer_whose_wait_is_refused(driver: StandIn) -> None:
+    """Its copies are waited for before it ends, though it was cancelled before the refusal."""
+    floor = Floor()
+    stream, place = floor.streams[0], floor.base
+    first, second = (Transfer(TransferKind.WEIGHTS, "m", 16, time.monotonic()) for _ in range(2))
+    in_line, cancelled, ended, unmapped = (threading.Event() for _ in range(4))
+
+    def copies_of_first() -> Iterator[Copy]:
+        yield Copy(place, floor.host.address(0, 8), 8)
+        in_line.set()
+        cancelled.wait(PATIENCE_SECONDS)
+        yield Copy(place + 8, floor.host.address(8, 8), 8)
+
+    def copies_of_second() -> Iterator[Copy]:
+        ended.set()  # nothing more of the first is put in line
+        unmapped.wait(PATIENCE_SECONDS)
+        yield Copy(place + SLAB, floor.host.address(0, 16), 16)
+
+    driver.hold(stream.handle)
+    # The wait for the first piece; and the one after it, which would do its copy. (What one
+    # injection takes, the other does not count.)
+    for nth in (2, 2):
+        driver.fail("cuEventSynchronize", nth, CudaCode.OUT_OF_MEMORY)
+    stream.run(first, copies_of_first())
+    stream.run(second, copies_of_second())
+    assert in_line.wait(PATIENCE_SECONDS)
+    first.cancel()
+    cancelled.set()
+    assert ended.wait(PATIENCE_SECONDS)
+    driver.let_go(stream.handle)
+    until_done(first.join)
+    floor.vmm.context.use()
+    floor.vmm.unmap(place)
+    audit = driver.audit()
+    unmapped.set()
+    until_done(second.join)
+    floor.close()
+
+    assert isinstance(first.error, TransferCancelled)
+    assert audit == Audit()
 
 
 @pytest.mark.parametrize("nth", range(1, 8))
@@ -440,6 +510,111 @@ def test_scratch_that_cannot_be_mapped(driver: StandIn) -> None:
     assert scrap.reserve(4 * SLAB)
     scrap.close()
     assert not any(driver.live())
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_scratch_that_cannot_be_given_back(driver: StandIn, nth: int) -> None:
+    """Whichever call is refused: what is left is given back by the next attempt."""
+    scrap = Scratch(0, SLAB)
+    for _ in range(2):
+        scrap.reserve(2 * SLAB)
+    name = "cuMemUnmap" if nth <= 4 else "cuMemAddressFree"
+    driver.fail(name, nth if nth <= 4 else nth - 4, CudaCode.UNKNOWN)
+    with pytest.raises(CudaError, match=f"UNKNOWN from {name}"):
+        scrap.close()
+    assert driver.live().contexts == 0
+    scrap.close()
+
+    assert not any(driver.live())
+
+
+def test_a_slot_whose_mapping_stayed_can_be_mapped(driver: StandIn) -> None:
+    """What a mapping that failed could not take away, the next one there does."""
+    arena = Arena(CudaVmm(0, 2, SLAB))
+    region = arena.reserve("kv", 2)
+    driver.fail("cuMemSetAccess", 1, CudaCode.OUT_OF_MEMORY)
+    driver.fail("cuMemUnmap", 1, CudaCode.OUT_OF_MEMORY)
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY from cuMemSetAccess"):
+        region.map([0])
+    region.map([0, 1])
+
+    check_books(driver, arena, [region])
+    region.release()
+    arena.vmm.close()
+
+
+def test_torch_gets_what_it_gave_back(driver: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory whose return was refused is returned before torch gets none; not while a graph is
+    captured, which the wait for the device would spoil."""
+    runtime = Runtime(driver)
+    runtime.take(6)
+    driver.fail("cuMemUnmap", 1, CudaCode.UNKNOWN)
+    runtime.give()
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "what torch gives back cannot be taken yet"
+    ]
+    call("cuStreamBeginCapture", runtime.captured, GLOBAL)
+    runtime.capturing = True
+    assert runtime.allocator.take(6 * SLAB) is None
+    runtime.capturing = False
+    call("cuStreamEndCapture", runtime.captured)
+    runtime.take(6)
+    assert list(runtime.given.values()) == [6]
+    runtime.close()
+
+
+def test_an_event_whose_destruction_is_refused(driver: StandIn) -> None:
+    """Closing it again destroys it."""
+    vmm = CudaVmm(0, 1, SLAB)
+    vmm.context.use()
+    events = driver.live().events
+    shared = SharedEvent(vmm.context)
+    driver.fail("cuEventDestroy", 1, CudaCode.UNKNOWN)
+    with pytest.raises(CudaError, match="UNKNOWN from cuEventDestroy"):
+        shared.close()
+    shared.close()
+
+    assert driver.live().events == events
+    vmm.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "nth", "left"),
+    [
+        *(("cuCtxSetCurrent", nth, "") for nth in (1, 2, 3)),  # the stream, page-locking, the pool
+        *(("cuMemHostRegister", nth, "") for nth in (1, 2)),
+        *(("cuMemHostUnregister", nth, "pinned") for nth in (1, 2)),
+        *(("cuStreamDestroy", nth, "streams") for nth in (1, 2)),
+        *(("cuEventDestroy", nth, "events") for nth in (1, 2)),
+        *(("cuMemRelease", nth, "handles") for nth in (1, 2)),
+        ("cuDevicePrimaryCtxRelease", 1, "contexts"),
+    ],
+)
+def test_closing_goes_on(driver: StandIn, name: str, nth: int, left: str) -> None:
+    """A call that is refused while a stream and its pool are closed raises nothing, and keeps
+    nothing else from being given back."""
+    vmm, host = CudaVmm(0, 2, SLAB), HostTier.create(SLAB)
+    base = vmm.reserve(SLAB)
+    vmm.map(base, 0)
+    if name == "cuMemHostRegister":
+        driver.fail(name, nth, CudaCode.UNKNOWN)
+    pinning = vmm.register(host.address(0, SLAB), SLAB, chunk_bytes=1 << 20)
+    with contextlib.suppress(CudaError):
+        pinning.wait()
+    stream = vmm.stream("s")
+    transfer = Transfer(TransferKind.WEIGHTS, "m", 8, time.monotonic())
+    stream.run(transfer, [Copy(base, host.address(0, 8), 8)])
+    until_done(transfer.join)
+    vmm.release(base, SLAB)
+    if name != "cuMemHostRegister":
+        driver.fail(name, nth, CudaCode.UNKNOWN)
+    until_done(stream.close)
+    vmm.close()
+    host.close()
+
+    counts = driver.live()._replace(bytes=0)._asdict()
+    assert {what: count for what, count in counts.items() if count} == ({left: 1} if left else {})
+    driver.forget()
 
 
 def test_a_copy_that_fails_half_way(driver: StandIn) -> None:

@@ -39,6 +39,7 @@ class Bare:
     def close(self) -> None:
         for stream in (self.stream, self.other):
             self.driver.let_go(stream)
+            outcome(lambda stream=stream: call("cuStreamSynchronize", stream))
             call("cuStreamDestroy", stream)
         call("cuEventDestroy", self.event)
         self.vmm.release(self.base, 4 * SLAB)
@@ -312,7 +313,7 @@ def test_what_is_mapped_needs_access(driver: StandIn) -> None:
     bare.host.close()
 
 
-@pytest.mark.parametrize("code", [CudaCode.ECC_UNCORRECTABLE, CudaCode.DEVICE_UNAVAILABLE])
+@pytest.mark.parametrize("code", [CudaCode.ECC_UNCORRECTABLE, CudaCode.MISALIGNED_ADDRESS])
 def test_a_lost_device_ends_what_waits_for_it(driver: StandIn, code: CudaCode) -> None:
     """A thread that waits for a stream goes on with the error."""
     bare = Bare(driver)
@@ -336,6 +337,22 @@ def test_a_lost_device_ends_what_waits_for_it(driver: StandIn, code: CudaCode) -
     assert outcome(lambda: call("cuStreamCreate", 1)) == code.name
     driver.forget()
     bare.host.close()
+
+
+def test_a_destroyed_stream_does_what_it_has(bare: Bare) -> None:
+    """Its destruction does not wait; the memory is in use until the host has waited."""
+    streams = bare.driver.live().streams
+    for slab in (1, 2):
+        stream = call("cuStreamCreate", NON_BLOCKING)
+        call("cuMemcpyAsync", bare.base + slab * SLAB, bare.at, 8, stream)
+        call("cuStreamDestroy", stream)
+        if slab == 1:
+            call("cuCtxSynchronize")
+        bare.vmm.unmap(bare.base + slab * SLAB)
+
+    assert bare.driver.live().streams == streams
+    assert bare.driver.audit() == Audit(unmapped_in_use=1)
+    bare.driver.pardon()
 
 
 def test_any_call_can_be_made_to_fail(bare: Bare) -> None:

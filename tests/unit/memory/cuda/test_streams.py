@@ -77,6 +77,7 @@ class Device:
         self.first.close()
         self.second.close()
         self.vmm.context.use()
+        call("cuStreamSynchronize", self.compute)
         call("cuStreamDestroy", self.compute)
         self.vmm.release(self.base, SLABS * SLAB)
         self.vmm.close()
@@ -346,6 +347,7 @@ def test_an_unmapped_target_breaks_loudly(driver: StandIn) -> None:
     driver.pardon()
     driver.reset()
     device.vmm.map(device.base, 0)
+    call("cuStreamSynchronize", device.first.handle)  # what the error has left in line
     device.close()
 
 
