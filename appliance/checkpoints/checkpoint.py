@@ -25,6 +25,7 @@ from appliance.checkpoints.model_config import MOST, ModelConfig, read_model_con
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.quantized.readers import why_not_whole
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
+from appliance.checkpoints.suppressed_tokens import suppressed_tokens
 from appliance.checkpoints.task import AskedTask, dense_files, read_task, sentence_tokens
 from appliance.checkpoints.unequal_layers import (
     is_of_sharing_layer,
@@ -205,6 +206,7 @@ def _checked_config(path: Path) -> ModelConfig:
             f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
         )
     processor_template(path)
+    suppressed_tokens(config)
     return config
 
 

@@ -19,7 +19,7 @@ from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.checkpoints.transcribers import TRANSCRIBERS, why_not_served
-from appliance.checkpoints.unequal_layers import TWO_SIZES
+from appliance.checkpoints.unequal_layers import TWO_SIZES, UNEQUAL
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
 from appliance.errors import CheckpointError
 from appliance.platform import torchvision
@@ -176,10 +176,10 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
     _check_libraries(config)
     _check_cpu_weights(config, dtype, ranks)
     name = served_architecture(config)
-    if config.model_type in TWO_SIZES and ranks > 1:
+    if config.model_type in UNEQUAL and ranks > 1:
         raise UnsupportedModel(
-            f"{config.path}: layers of {name} keep KV of two sizes, which was not tried on several "
-            "ranks",
+            f"{config.path}: layers of {name} differ in the KV that they keep, which was not tried "
+            "on several ranks",
             "take devices.tensor_parallel = 1",
         )
     if wrong := why_not_served(config, ranks=ranks):
@@ -249,11 +249,10 @@ def check_cuda(config: ModelConfig) -> None:
             f"{config.path}: its weights are quantized ({method}), which was only tried on the CPU",
             BF16,
         )
-
-    if config.model_type in TWO_SIZES:
+    if config.model_type in UNEQUAL:
         raise UnsupportedModel(
-            f"{config.path}: layers of {config.architecture} keep KV of two sizes, which was only "
-            "tried on the CPU",
+            f"{config.path}: layers of {config.architecture} differ in the KV that they keep, "
+            "which was only tried on the CPU",
             ANOTHER,
         )
 

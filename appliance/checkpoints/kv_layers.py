@@ -15,9 +15,9 @@ from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig, known_
 from appliance.checkpoints.transcribers import encoder_tokens
 from appliance.checkpoints.unequal_layers import (
     Heads,
-    heads_of_full_layers,
+    heads_of_kinds,
+    kept_kinds,
     sharing_layers,
-    with_last_full,
 )
 from appliance.checkpoints.windows import STEP_TOKENS, Windowed, window_blocks, windowed
 from appliance.errors import CheckpointError
@@ -178,15 +178,16 @@ def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers
         raise CheckpointError(f"{config.path / CONFIG}: no layer attends or keeps a state")
     compressed = is_compressed(config)
     has_windows = attention and not states and not compressed
-    sliding = windowed(config, attention, _kept_kinds(config)) if has_windows else Windowed(0, 0)
+    kept = kept_kinds(config, _kinds(config), layers(config)) if attention else None
+    sliding = windowed(config, attention, kept) if has_windows else Windowed(0, 0)
     in_windows = 0
     if compressed:
         elements = config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
     elif attention:
         usual = Heads(kv_heads(config), head_dim(config))
-        full = heads_of_full_layers(config, usual)
+        full, in_window = heads_of_kinds(config, usual, kept, layers(config))
         elements = 2 * full.number * full.size
-        in_windows = 2 * usual.number * usual.size
+        in_windows = 2 * in_window.number * in_window.size
         if max(elements, in_windows) % min(elements, in_windows):
             raise CheckpointError(
                 f"{config.path / CONFIG}: layers keep {elements} and {in_windows} numbers of a "
@@ -262,14 +263,6 @@ def _kinds(config: ModelConfig) -> list[str] | None:
         return kinds
     kinds = config.first("layers_block_type", "layer_types")
     return [str(kind) for kind in kinds] if isinstance(kinds, list) else None
-
-
-def _kept_kinds(config: ModelConfig) -> list[str] | None:
-    """Of the layers that keep keys and values of their own, if the file lists that."""
-    kinds = _kinds(config)
-    return (
-        with_last_full(config, kinds)[: layers(config) - sharing_layers(config)] if kinds else None
-    )
 
 
 def _counts(config: ModelConfig) -> tuple[int, int]:

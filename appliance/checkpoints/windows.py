@@ -52,6 +52,11 @@ def windowed(config: ModelConfig, layers: int, kinds: list[str] | None) -> Windo
     return Windowed(layers - full, length)
 
 
+def usual_period(type_: str) -> int:
+    """One in so many layers attends to all tokens, if a file of this type does not say which do."""
+    return _TYPES[type_].period
+
+
 def _chunked(config: ModelConfig, layers: int) -> Windowed:
     """Layers that attend to chunks keep a window as long as one: those with rotary embeddings."""
     length = config.text.get("attention_chunk_size", _CHUNK)

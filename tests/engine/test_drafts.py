@@ -38,7 +38,12 @@ PENALISED = GREEDY | {"repetition_penalty": 1.2, "presence_penalty": 0.1}
 DRAFTS = Speculation(tokens=6, prompt_lookup_min=2, prompt_lookup_max=4)
 REPETITIVE = (*range(10, 22), *range(10, 22), *range(10, 22), 10, 11, 12)
 PROMPTS = [REPETITIVE, tuple(3 + i * 7 % 400 for i in range(90)), (5,) * 32, (7, 8, 9)]
-KINDS = ["granite-3.1-3b-a800m-instruct", "deepseek-v3-bf16", "gemma-3-1b-it"]
+KINDS = [
+    "granite-3.1-3b-a800m-instruct",
+    "deepseek-v3-bf16",
+    "gemma-3-1b-it",
+    "gemma-3n-e2b-text",
+]
 STATE = "falcon-h1-1.5b-instruct"
 
 
@@ -323,7 +328,8 @@ def other_plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainAnswe
 
 @pytest.mark.parametrize("name", KINDS)
 def test_other_kinds_of_models(tmp_path: Path, other_plain: PlainAnswers, name: str) -> None:
-    """Experts, compressed KV in blocks of 16 tokens, and windows; nothing stays between turns."""
+    """Experts, compressed KV in blocks of 16 tokens, windows, and layers that read the KV of
+    others; nothing stays between turns."""
     path = make_shrunken(tmp_path, name, CONFIGS[name])
     house = make_house()
     often = Speculation(tokens=6, prompt_lookup_min=1, prompt_lookup_max=4)

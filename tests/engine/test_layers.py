@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from appliance.engines.vllm.messages import decode_output
+from appliance.errors import CheckpointError
 from tests.configs import CONFIGS
-from tests.engine.house import make_house
-from tests.engine.shrunken import make_shrunken
+from tests.engine.house import Sampling, make_house, sequence
+from tests.engine.shrunken import NEVER_SAID, VOCAB, make_shrunken
 
+GEMMA_4 = "gemma-4-e4b-text"
 TOKENS, EXPERTS, CHOSEN = 20, 8, 3
 
 
@@ -104,6 +109,49 @@ def test_ernie_changes_no_rotary_embedding_of_another_model(tmp_path: Path) -> N
     for numbers, embedding in _ROPE_DICT.items():
         if hasattr(embedding, "is_neox_style"):
             assert embedding.is_neox_style == numbers[3]
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_plain_processes_are_mended(monkeypatch: pytest.MonkeyPatch, cpu: bool) -> None:
+    """On GPUs, too, where nothing is imported that is for CPUs."""
+    from vllm.platforms import current_platform
+
+    from appliance.engines.vllm.layers import extension, mends
+
+    mended: list[str] = []
+    for name in ("mend_layers", "mend_cpu_layers"):
+        monkeypatch.setattr(mends, name, partial(mended.append, name))
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: cpu)
+    try:
+        importlib.reload(extension)
+    finally:
+        monkeypatch.undo()
+        importlib.reload(extension)
+
+    assert mended == ["mend_cpu_layers" if cpu else "mend_layers"]
+
+
+def test_tokens_that_are_never_said(tmp_path: Path) -> None:
+    """A checkpoint of Gemma 4 that names none of its vocabulary is not built: a step that met it
+    would end the process, with all other models. These go on, and say none of theirs."""
+    path = make_shrunken(tmp_path, GEMMA_4, CONFIGS[GEMMA_4])
+    house = make_house()
+    engine = house.build(GEMMA_4, path, dtype="float32")
+    engine.begin_load().wait()
+    (Path(path) / "generation_config.json").write_text(f'{{"suppress_tokens": [5, {VOCAB}]}}')
+    with pytest.raises(CheckpointError, match=f"suppress_tokens has {VOCAB}"):
+        house.build("other", path, dtype="float32")
+
+    asked = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=20)
+    engine.add(sequence(GEMMA_4, "r", (3, 4, 5), asked))
+    produced = engine.prefill("r", 48)
+    while engine.knows("r"):
+        produced += engine.step(["r"], 48)
+
+    for one in produced:
+        scores = decode_output(one.detail).new_logprobs
+        assert all(token % NEVER_SAID for token in scores.logprob_token_ids[0])
+    engine.retire()
 
 
 def test_vllm_has_no_kernel_for_bounded_experts() -> None:

@@ -3,6 +3,7 @@ vLLM. The arena is poisoned: a slab holds NaN whenever it is mapped anew."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from appliance.engines.protocol import KvExhausted
 from appliance.vocabulary import PrefillDone, TurnEnd
 from tests.configs import CONFIGS
 from tests.engine.conftest import plain_process
-from tests.engine.house import SLAB, House, PlainAnswers, Sampling, sequence, tokens
+from tests.engine.house import (
+    SLAB,
+    House,
+    PlainAnswers,
+    Sampling,
+    make_house,
+    sequence,
+    tokens,
+)
 from tests.engine.player import Player
 from tests.engine.shrunken import WINDOW, make_shrunken
 from tests.engine.test_language_models import WITH_IMAGES
@@ -30,6 +39,7 @@ It is the language model of one that reads images."""
 UNEQUAL = "gemma-4-e4b-text"
 """Its layers with a window keep half of what others do of a token, so their blocks have twice as
 many; the last layers read what others keep."""
+STATES = "nemotron-h-8b"
 MODELS = [EXPERTS, "gemma-3-270m", ALIKE, UNEQUAL]
 BLOCK = 32
 CONTEXT = 4096
@@ -131,6 +141,19 @@ def test_mixed_turns_equal_plain_vllm(house: House, answers: Answers, model: str
     outputs = box.finish()
     words |= beside
     assert list(outputs.values()) == answers(model, list(words.values()))
+
+
+def test_a_window_beside_states_that_holds_the_longest_request(tmp_path: Path) -> None:
+    """It is none, so that copies of states are kept."""
+    config = {**CONFIGS[STATES], "sliding_window": CONTEXT}
+    path = Path(make_shrunken(tmp_path, STATES, config))
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(written | {"sliding_window": CONTEXT}))
+
+    engine = make_house().build(STATES, str(path), dtype="float32", max_context=1024)
+
+    assert (engine.kv.tables, engine.kv.windows, engine.kv.snapshot_blocks) == (1, (), 2)
+    engine.retire()
 
 
 @WITH_CHUNKS

@@ -102,8 +102,9 @@ def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
         max_num_seqs=8,
         tensor_parallel_size=checkpoint.tensor_parallel,
         **({"enable_lora": True, "max_lora_rank": MAX_RANK} if checkpoint.adapter else {}),
+        worker_extension_cls=_extension(),
         # vLLM wants to see so much of a GPU free, whatever it then takes; others may be at work.
-        **(_on_cpu() if device == "cpu" else {"gpu_memory_utilization": 0.1}),
+        **({} if device == "cpu" else {"gpu_memory_utilization": 0.1}),
     )
     prompts = [prompt.tokens or _rendered(checkpoint, prompt) for prompt in checkpoint.prompts]
     answers = llm.generate(
@@ -124,11 +125,11 @@ def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
     ]
 
 
-def _on_cpu() -> dict[str, str]:
+def _extension() -> str:
     """Imported late, as it imports vLLM."""
     from appliance.engines.vllm.layers.extension import EXTENSION
 
-    return {"worker_extension_cls": EXTENSION}
+    return EXTENSION
 
 
 def _rendered(checkpoint: ReferenceModel, prompt: ReferencePrompt) -> list[int]:

@@ -15,10 +15,8 @@ from vllm.config import ModelConfig
 from vllm.distributed import parallel_state
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.model_manager import LoRAModelManager
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.pooler.seqwise.methods import MeanPool
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models import adapters
@@ -42,9 +40,20 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
+from appliance.engines.vllm.layers import (
+    heads,
+    layer_scalars,
+    per_layer,
+    rotary,
+    suppressed_tokens,
+)
+
 VERSION: Final = "0.32.0"
 
-SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
+Signatures = tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]
+"""Functions of vLLM, each with the names of its first parameters."""
+
+SIGNATURES: Final[Signatures] = (
     (EngineCore.__init__, ("vllm_config", "executor_class", "log_stats")),
     (EngineCore.step, ()),
     (Scheduler._preempt_request, ("request",)),
@@ -106,9 +115,13 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (register_model_loader, ("load_format",)),
     (BaseModelLoader.load_weights, ("model", "model_config")),
     (BaseModelLoader.download_model, ("model_config",)),
-    (LogitsProcessor.forward, ("lm_head", "hidden_states")),
+    (heads.of_vllm, ("lm_head", "hidden_states")),
+    (per_layer.of_vllm, ("input_ids", "positions", "per_layer_inputs")),
+    (layer_scalars.of_vllm, ("config", "cache_config", "quant_config", "prefix")),
+    (suppressed_tokens.init_of_vllm, ("vllm_config", "prefix")),
+    (suppressed_tokens.logits_of_vllm, ("hidden_states",)),
     (QuantizeMethodBase.process_weights_after_loading, ("layer",)),
-    (RotaryEmbedding.forward_cpu, ("positions", "query", "key")),
+    (rotary.of_vllm, ("positions", "query", "key")),
     (PoolingParams.verify, ("model_config",)),
     (MeanPool.forward, ("hidden_states", "pooling_metadata")),
     (PoolingStates.clean, ()),
@@ -159,14 +172,19 @@ class SeamMoved(RuntimeError):
     """This vLLM, or its torch, is not the one that the adapter was written for."""
 
 
+def check_signatures(signatures: Signatures) -> None:
+    """Raise `SeamMoved` for a function whose first parameters are not those relied on."""
+    for function, expected in signatures:
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        if tuple(names[: len(expected)]) != expected:
+            raise SeamMoved(f"{function.__qualname__} takes {names}, not {expected}")
+
+
 def check_seams() -> None:
     """Raise `SeamMoved` unless vLLM has the version, signatures and fields relied on."""
     if vllm.__version__ != VERSION:
         raise SeamMoved(f"vLLM is {vllm.__version__}, the adapter is for {VERSION}")
-    for function, expected in SIGNATURES:
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
-        if tuple(names[: len(expected)]) != expected:
-            raise SeamMoved(f"{function.__qualname__} takes {names}, not {expected}")
+    check_signatures(SIGNATURES)
     if not hasattr(parallel_state, "_EP"):
         raise SeamMoved("vLLM does not keep its group of ranks for experts any more")
     if not hasattr(ModelConfig, "word_embeddings_untied_by_checkpoint"):

@@ -28,11 +28,9 @@ from appliance.checkpoints.windows import window_blocks
 from appliance.engines.vllm.drafts.heads import join_head, use_heads
 from appliance.engines.vllm.kv.placement import KvTable, current_placement
 from appliance.engines.vllm.layers.layer_scalars import make_layer_scalars_parameters
-from appliance.engines.vllm.layers.suppressed_tokens import suppress_tokens
 from appliance.memory.kv_pool import BLOCK_TOKENS
 
 make_layer_scalars_parameters()
-suppress_tokens()
 
 
 class UnsupportedKvCache(ValueError):
@@ -58,7 +56,8 @@ class InArena:
         unless that has another size in other layers, which cannot be in the same table."""
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         longest = -(-self.vllm_config.model_config.max_model_len // BLOCK_TOKENS)
-        equal = len({_token_bytes(spec) for spec in specs.values()}) <= 1
+        sizes = {_token_bytes(spec) for spec in specs.values() if not _has_state(spec)}
+        equal = len(sizes) <= 1
         return {layer: _windowed(spec, longest if equal else None) for layer, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
@@ -92,8 +91,8 @@ class InArena:
 
 
 def _token_bytes(spec: KVCacheSpec) -> int:
-    """Of a token in one layer; 0 for a state."""
-    return 0 if _has_state(spec) else spec.page_size_bytes // spec.block_size
+    """Of a token in one layer that keeps its KV."""
+    return int(spec.page_size_bytes // spec.block_size)
 
 
 def _windowed(spec: KVCacheSpec, longest: int | None) -> KVCacheSpec:

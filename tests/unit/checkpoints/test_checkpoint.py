@@ -163,3 +163,35 @@ def test_other_names_of_sizes_are_read(fake_checkpoint: Make) -> None:
     entry = read_checkpoint("tiny", path)
 
     assert (entry.kv_heads, entry.max_positions) == (2, 512)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"suppress_tokens": [5, 128]}, "suppress_tokens has 128, which is none of 128 tokens"),
+        ({"suppress_tokens": [-1]}, "suppress_tokens has -1"),
+        ({"suppress_tokens": ["5"]}, "suppress_tokens has '5'"),
+        ({"suppress_tokens": [True]}, "suppress_tokens has True"),
+        ({"suppress_tokens": "5"}, "suppress_tokens is '5', which is no list of tokens"),
+        (["suppress_tokens"], "is not a JSON object"),
+    ],
+)
+def test_tokens_that_are_never_said(fake_checkpoint: Make, said: object, reason: str) -> None:
+    """One beyond the vocabulary would end the worker with its first step. Other models than Gemma 4
+    do not read them."""
+    config = {"head_dim": 16, "num_kv_shared_layers": 0, "architectures": ["Gemma4ForCausalLM"]}
+    path = fake_checkpoint(model_type="gemma4_text", global_head_dim=16, **config)
+    file = path / "generation_config.json"
+    for right in ({}, {"suppress_tokens": None}, {"suppress_tokens": [0, 127]}):
+        file.write_text(json.dumps(right))
+        read_checkpoint("tiny", path)
+    file.write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json") as caught:
+        read_checkpoint("tiny", path)
+    assert reason in str(caught.value)
+    file.write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read"):
+        read_checkpoint("tiny", path)
+    other = fake_checkpoint("other")
+    (other / "generation_config.json").write_text(json.dumps(said))
+    read_checkpoint("other", other)

@@ -359,10 +359,21 @@ def test_what_a_file_of_gemma_4_leaves_out(tmp_path: Path) -> None:
     [
         ({"num_kv_shared_layers": 42}, "num_kv_shared_layers is 42, of 42 layers"),
         ({"num_kv_shared_layers": "all"}, "num_kv_shared_layers is 'all'"),
+        ({"num_kv_shared_layers": True}, "num_kv_shared_layers is True"),
+        ({"layer_types": ["sliding_attention"] * 42}, "a layer of each kind"),
+        ({"layer_types": ["full_attention"] * 41}, "each of 42 layers"),
+        ({"layer_types": ["chunked_attention"] * 42}, "each of 42 layers"),
+        ({"layer_types": None, "num_hidden_layers": 1 << 39}, "each of 549755813888 layers"),
         ({"global_head_dim": 640}, "neither is a multiple"),
         ({"per_layer_config": [1]}, "no table"),
         ({"per_layer_config": {"5": {"head_dim": [1]}}}, "says of a layer"),
         ({"per_layer_config": {"5": {"head_dim": 64}, "11": {"head_dim": 32}}}, "several sizes"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "several sizes"),
+        ({"per_layer_config": {"0": {"head_dim": 512}}}, "several sizes"),
+        ({"per_layer_config": {"5": {"sliding_window": 64}}}, "says of a layer"),
+        ({"per_layer_config": {"5": {"head_dim": True}}}, "says of a layer"),
+        ({"per_layer_config": {"42": {"head_dim": 512}}}, "has '42', of 42 layers"),
+        ({"per_layer_config": {"last": {"head_dim": 512}}}, "has 'last', of 42 layers"),
     ],
 )
 def test_unequal_layers_that_no_engine_has(
@@ -370,6 +381,33 @@ def test_unequal_layers_that_no_engine_has(
 ) -> None:
     with pytest.raises(CheckpointError, match=reason):
         gemma_4(tmp_path, **changes)
+
+
+def test_heads_of_each_layer(tmp_path: Path) -> None:
+    """By the numbers of layers that keep something; null leaves all of them alike."""
+    whole = gemma_4(tmp_path)
+    kinds = CONFIGS["gemma-4-e4b-text"]["layer_types"]
+    sizes = {"full_attention": 512, "sliding_attention": 256}
+    each = {f"{n:02}": {"head_dim": sizes[kind]} for n, kind in enumerate(kinds)}
+    assert gemma_4(tmp_path, per_layer_config=each) == whole
+    odd = {"head_dim": 64, "num_key_value_heads": 1}
+    assert gemma_4(tmp_path, per_layer_config=each | {"24": odd}) == whole, "it keeps nothing"
+    narrow = {key: {"head_dim": one["head_dim"] // 2} for key, one in each.items()}
+    found = gemma_4(tmp_path, per_layer_config=narrow)
+    assert (found.token_bytes, found.window_token_bytes) == (2 * 2 * 256 * 2, 2 * 2 * 128 * 2)
+    alike = gemma_4(tmp_path, per_layer_config=None)
+    assert (alike.token_bytes, alike.window_token_bytes) == (2 * 2 * 256 * 2, 0)
+
+
+@pytest.mark.parametrize("shared", [9, 11, 14])
+def test_layers_that_gemma_3n_reads(tmp_path: Path, shared: int) -> None:
+    """vLLM looks in the last two places that keep something, where the last one must be a full
+    layer."""
+    config = {**CONFIGS["gemma-3n-e2b-text"], "num_kv_shared_layers": shared}
+    with pytest.raises(CheckpointError, match="and then full_attention at their end"):
+        kv_layers(config_of(tmp_path, config), BF16, cuda=False)
+    config |= {"num_kv_shared_layers": 15, "layer_types": None}
+    assert kv_layers(config_of(tmp_path, config), BF16, cuda=False).attention == 15
 
 
 def test_windows_on_a_long_context_save_memory() -> None:

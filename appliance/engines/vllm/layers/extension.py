@@ -1,13 +1,15 @@
-"""What processes of plain vLLM on a CPU import, with its `worker_extension_cls`, to compute layers
+"""What processes of plain vLLM import, with its `worker_extension_cls`, to compute layers
 as the appliance does where vLLM is wrong: workers of several ranks are processes of their own."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from appliance.engines.vllm.layers.mends import mend_cpu_layers
+from vllm.platforms import current_platform
 
-mend_cpu_layers()
+from appliance.engines.vllm.layers.mends import mend_cpu_layers, mend_layers
+
+(mend_cpu_layers if current_platform.is_cpu() else mend_layers)()
 
 
 class Mended:

@@ -1,5 +1,8 @@
 """The factor of each layer of Gemma 4, which vLLM loads into a buffer. Weights lie in the arena and
-are loaded by recipes, both of which are of parameters: so it is made one."""
+are loaded by recipes, both of which are of parameters: so it is made one.
+
+No mend: plain vLLM computes the same from its buffer, and is left as it is.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,16 @@
 """All that the appliance mends of vLLM's layers, for processes that compute with them: workers, and
 those of plain vLLM that outputs are compared with (docs/models.md). Call before the first model is
-built. Idempotent."""
+built. Idempotent.
+
+What only has another form for weights in the arena is no mend, and is not here (`layer_scalars`).
+"""
 
 from __future__ import annotations
 
 from appliance.engines.vllm.layers.heads import mend_biased_heads
 from appliance.engines.vllm.layers.per_layer import mend_per_layer_embeddings
 from appliance.engines.vllm.layers.shared_rotary import keep_rotary_embeddings_apart
+from appliance.engines.vllm.layers.suppressed_tokens import suppress_tokens
 
 
 def mend_layers() -> None:
@@ -14,6 +18,7 @@ def mend_layers() -> None:
     mend_biased_heads()
     mend_per_layer_embeddings()
     keep_rotary_embeddings_apart()
+    suppress_tokens()
 
 
 def mend_cpu_layers() -> None:

@@ -6,10 +6,15 @@ weighted by the router's probabilities, which are not made to add up to one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 import torch
 from torch.nn.functional import gelu, linear
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.models.bert_with_rope import NomicMoE
+
+of_vllm: Final[Callable[..., torch.Tensor]] = NomicMoE.forward
 
 
 def mend_nomic_experts() -> None:

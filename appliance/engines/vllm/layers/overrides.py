@@ -11,7 +11,7 @@ from typing import Final
 from vllm.platforms.cpu import CpuPlatform
 from vllm.triton_utils import dispatcher
 
-_of_vllm: Final = CpuPlatform.register_triton_kernel_overrides
+of_vllm: Final = CpuPlatform.register_triton_kernel_overrides
 
 
 def register_overrides_once() -> None:
@@ -22,4 +22,4 @@ def register_overrides_once() -> None:
 
 def _register() -> None:
     if not dispatcher._registry:
-        _of_vllm()
+        of_vllm()

@@ -1,16 +1,23 @@
-"""Tokens that a checkpoint of Gemma 4 says are never produced, such as those that end an image:
-vLLM's whole model leaves them out, but not its language model alone."""
+"""Tokens that a checkpoint of Gemma 4 says are never produced: vLLM's whole model leaves them out,
+but not its language model alone.
+
+Processes of plain vLLM that outputs are compared with do the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
 
-_init_of_vllm: Final[Callable[..., None]] = Gemma4ForCausalLM.__init__
-_logits_of_vllm: Final[Callable[..., Any]] = Gemma4ForCausalLM.compute_logits
+from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.suppressed_tokens import suppressed_tokens
+
+init_of_vllm: Final[Callable[..., None]] = Gemma4ForCausalLM.__init__
+logits_of_vllm: Final[Callable[..., Any]] = Gemma4ForCausalLM.compute_logits
 
 
 def suppress_tokens() -> None:
@@ -20,14 +27,15 @@ def suppress_tokens() -> None:
 
 
 def _init(self: Gemma4ForCausalLM, *, vllm_config: Any, prefix: str = "") -> None:
-    _init_of_vllm(self, vllm_config=vllm_config, prefix=prefix)
-    said = vllm_config.model_config.try_get_generation_config()
-    self.suppressed = said.get("suppress_tokens") or []
+    """Raises `CheckpointError` for what is no token: a step that met it would end the process."""
+    init_of_vllm(self, vllm_config=vllm_config, prefix=prefix)
+    found = suppressed_tokens(read_model_config(Path(vllm_config.model_config.model)))
+    self.suppressed = torch.tensor(found, dtype=torch.long) if found else None
 
 
 def _logits(self: Gemma4ForCausalLM, hidden_states: torch.Tensor) -> torch.Tensor | None:
     """Of the vocabulary, for each row; None on ranks that have none."""
-    logits: torch.Tensor | None = _logits_of_vllm(self, hidden_states)
-    if logits is not None and self.suppressed:
-        logits[:, self.suppressed] = float("-inf")
+    logits: torch.Tensor | None = logits_of_vllm(self, hidden_states)
+    if logits is not None and self.suppressed is not None:
+        logits.index_fill_(1, self.suppressed, float("-inf"))
     return logits
