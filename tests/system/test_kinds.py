@@ -27,7 +27,7 @@ from appliance.engines.vllm.reference import (
     ReferencePrompt,
     ReferenceTask,
 )
-from benchmarks.endurance.memory.texts import PUBLISHED
+from benchmarks.endurance.memory.kinds import PUBLISHED
 from tests.configs import CONFIGS
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS

@@ -1,1 +1,1 @@
-"""Weights and KV of six models on two small pools, in this process, under a random schedule."""
+"""Weights and KV of some models on two small pools, in this process, under a random schedule."""

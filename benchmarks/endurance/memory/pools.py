@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from msgspec.structs import replace
+
 from appliance.engines.protocol import KvExhausted, SequenceSpec
 from appliance.memory.arena import POISON, Arena, PoolExhausted
 from appliance.memory.host_tier import HostTier
@@ -19,6 +21,7 @@ from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled
 from appliance.memory.vmm_host import HostVmm
 from benchmarks.endurance.memory.fragmentation import Fragmentation
+from benchmarks.endurance.memory.kinds import Served
 from benchmarks.endurance.memory.texts import CONTEXT, Text, end_of
 
 if TYPE_CHECKING:
@@ -73,7 +76,7 @@ class Pools:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        models: Sequence[Served],
         generator: random.Random,
         pool_bytes: int,
         slab_bytes: int,
@@ -91,48 +94,59 @@ class Pools:
         """Places of the host tier that are free once a transfer is over."""
 
         self.instances = [Instance(*_pool(pool_bytes, slab_bytes)) for _ in range(2)]
-        weights = [sum(f.stat().st_size for f in path.glob("*.safetensors")) for path in paths]
-        self._weight_bytes = sum(weights)
-        host_bytes = 4 * max(weights) + (24 << 20)
+        largest = max(_file_bytes(model.path) for model in models)
+        host_bytes = 4 * largest + (24 << 20)
         host_bytes -= host_bytes % slab_bytes
         self.host = HostTier.create(host_bytes)
         self.ledger = HostLedger(host_bytes, slab_bytes, (16 << 20) // slab_bytes)
         self.images: dict[str, tuple[int, ...]] = {}
         for instance in self.instances:
-            for path in paths:
-                instance.engines[path.name] = VllmEngine.build(
-                    path.name,
-                    str(path),
-                    dtype="float32",
+            for model in models:
+                instance.engines[model.name] = VllmEngine.build(
+                    model.name,
+                    str(model.path),
+                    dtype=model.dtype,
                     max_context=CONTEXT,
                     max_batch=BATCH,
                     arena=instance.arena,
                     host=self.host,
                     swapper=instance.swapper,
+                    adapters=(model.adapter,) if model.adapter else (),
+                    speculation=model.drafts,
                 )
-        self.models = [path.name for path in paths]
-        self._ends = {path.name: end_of(path) for path in paths}
+        self.models = [model.name for model in models]
+        self._drafting = [model.name for model in models if model.drafts]
+        self._adapted = [model.name for model in models if model.adapter]
+        self._ends = {model.name: end_of(model.path) for model in models}
+        engines = self.instances[0].engines
+        self._weight_bytes = sum(e.weight_slabs * slab_bytes for e in engines.values())
         self._shapes = {
-            name: f"{engine.kv.block_bytes // 1024} KiB"
-            for name, engine in self.instances[0].engines.items()
+            name: f"{engine.kv.block_bytes // 1024} KiB" for name, engine in engines.items()
         }
         self._poison(range(0, host_bytes, slab_bytes), slab_bytes)
         self._count_hits()
 
     def _add(self, job: Job) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
-        from appliance.engines.vllm.messages import encode_params
+        from appliance.checkpoints.adapters import full_name
+        from appliance.engines.vllm.messages import decode_request, encode_params, encode_request
 
         params = SamplingParams(max_tokens=job.limit, temperature=0.0)
         params.update_from_generation_config({}, self._ends[job.model])
+        body = encode_params(params)
+        if job.text.adapter:
+            named = LoRARequest(full_name(job.model, job.text.adapter), 1, "/nowhere")
+            body = encode_request(replace(decode_request(body), lora_request=named))
+            self.counts["prompt of an adapter"] += 1
         job.instance.engines[job.model].add(
             SequenceSpec(
                 request=job.name,
                 model=job.model,
                 prompt=job.text.prompt,
                 output=tuple(job.output),
-                body=encode_params(params),
+                body=body,
             )
         )
 
@@ -332,6 +346,10 @@ class Pools:
             return cached
 
         return counting
+
+
+def _file_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def _pool(pool_bytes: int, slab_bytes: int) -> tuple[Arena, Swapper]:

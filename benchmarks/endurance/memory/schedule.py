@@ -13,8 +13,9 @@ from typing import Final
 from appliance.demo.checkpoints import make_checkpoints
 from appliance.engines.protocol import Produced
 from appliance.memory.arena import PoolExhausted
+from benchmarks.endurance.memory.kinds import Served, make_kinds
 from benchmarks.endurance.memory.pools import BATCH, Instance, Job, Pools, Stuck
-from benchmarks.endurance.memory.texts import LONGEST, RECIPES, STEM, Text, answered, make_kinds
+from benchmarks.endurance.memory.texts import LONGEST, RECIPES, STEM, Text, answered
 
 LIVE: Final = 40
 """Requests at a time at most."""
@@ -48,13 +49,13 @@ class RandomSchedule(Pools):
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        models: Sequence[Served],
         texts: dict[str, list[Text]],
         generator: random.Random,
         pool_bytes: int,
         slab_bytes: int,
     ) -> None:
-        super().__init__(paths, generator, pool_bytes, slab_bytes)
+        super().__init__(models, generator, pool_bytes, slab_bytes)
         self.finished: Counter[str] = Counter()
         self.tokens = 0
         self.steps = 0
@@ -120,6 +121,10 @@ class RandomSchedule(Pools):
         """What is not as it has to be."""
         found = [f"wrong token: {mismatch}" for mismatch in self.mismatches]
         found += [f"never happened: {kind}" for kind in KINDS if not self.counts[kind]]
+        found += [f"never finished: {name}" for name in self.models if not self.finished[name]]
+        if self._adapted and not self.counts["prompt of an adapter"]:
+            found.append("never happened: prompt of an adapter")
+        found += [f"no draft was right: {m}" for m, use in self._drafts().items() if not use[1]]
         for number, instance in enumerate(self.instances):
             if instance.swapper.pending:
                 found.append(f"instance {number}: {instance.swapper.pending} transfers are pending")
@@ -146,6 +151,8 @@ class RandomSchedule(Pools):
             "pool_high_water": [i.arena.high_water / i.arena.slabs for i in self.instances],
             "kv_shapes": self._shapes,
             "operations": {k: self.counts[k] for k in ("operation", *KINDS)},
+            "prompts_of_adapters": self.counts["prompt of an adapter"],
+            "tokens_drafted_and_accepted": self._drafts(),
             "steps": self.steps,
             "requests_finished": dict(self.finished),
             "tokens_compared": self.tokens,
@@ -153,6 +160,17 @@ class RandomSchedule(Pools):
             "deferred": self.stuck,
             "fragmentation_device": self.device_use.report(),
             "fragmentation_host": self.host_use.report(),
+        }
+
+    def _drafts(self) -> dict[str, tuple[int, int]]:
+        """Tokens that were drafted, and those of them that were right, by model."""
+        uses = {
+            model: [instance.engines[model].draft_use() for instance in self.instances]
+            for model in self._drafting
+        }
+        return {
+            model: (sum(use.drafted for use in both), sum(use.accepted for use in both))
+            for model, both in uses.items()
         }
 
     def _prefill(self, instance: Instance) -> None:
@@ -353,7 +371,10 @@ class RandomSchedule(Pools):
 
     def _accept(self, produced: Iterable[Produced]) -> None:
         """Compare tokens; drop requests that are wrong or done."""
+        wrong: set[str] = set()
         for one in produced:
+            if one.request in wrong:  # a draft gives several tokens
+                continue
             job = self._jobs[one.request]
             expected = job.text.answer[: job.limit]
             place = len(job.output)
@@ -373,6 +394,7 @@ class RandomSchedule(Pools):
                         "finished": str(one.finished),
                     }
                 )
+                wrong.add(job.name)
                 self._drop_job(job)
             elif ended:
                 self.finished[job.model] += 1
@@ -392,15 +414,15 @@ def endure(
     """Run the schedule, in a process that vLLM's environment was prepared for; what happened. With
     `kinds`, small checkpoints of published models are among the models."""
     with tempfile.TemporaryDirectory() as directory:
-        paths = make_kinds(Path(directory)) if kinds else []
-        paths += make_checkpoints(Path(directory), recipes=RECIPES)
+        models = make_kinds(Path(directory)) if kinds else []
+        models += map(Served, make_checkpoints(Path(directory), recipes=RECIPES))
         generator = random.Random(seed)
-        texts, dropped = answered(paths, generator, families)
-        schedule = RandomSchedule(paths, texts, generator, pool_bytes, slab_bytes)
+        texts, dropped = answered(models, generator, families)
+        schedule = RandomSchedule(models, texts, generator, pool_bytes, slab_bytes)
         schedule.run(seconds, operations)
         schedule.finish()
     return {
-        "what": f"{len(paths)} models on two pools, a random schedule, tokens compared",
+        "what": f"{len(models)} models on two pools, a random schedule, tokens compared",
         "seed": seed,
         **schedule.report(),
         "prompts_left_out": dropped,

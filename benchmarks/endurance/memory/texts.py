@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from appliance.demo.recipes import Recipe
-from tests.configs import CONFIGS
-from tests.engine.shrunken import make_shrunken
+from benchmarks.endurance.memory.kinds import Served
 
 CONTEXT: Final = 512
 LONGEST: Final = 64
@@ -50,22 +49,6 @@ RECIPES: Final = tuple(
 )
 
 
-PUBLISHED: Final = (
-    "deepseek-v2-lite",
-    "falcon-h1-1.5b-instruct",
-    "gemma-3-1b-it",
-    "granite-4.0-h-tiny",
-    "mixtral-8x7b-instruct-v0.1",
-    "nemotron-h-8b",
-)
-"""Published models that are made small for `--kinds`: compressed KV, states, windows, experts."""
-
-
-def make_kinds(folder: Path) -> list[Path]:
-    """Small checkpoints of `PUBLISHED`."""
-    return [Path(make_shrunken(folder, name, CONFIGS[name])) for name in PUBLISHED]
-
-
 def end_of(path: Path) -> int:
     """The token that ends a model's output."""
     end: int = json.loads((path / "config.json").read_text())["eos_token_id"]
@@ -78,29 +61,38 @@ class Text:
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    adapter: str = ""
+    """The name of the LoRA adapter that it is computed with, if any."""
 
 
 def answered(
-    paths: Sequence[Path], generator: random.Random, families: int
+    models: Sequence[Served], generator: random.Random, families: int
 ) -> tuple[dict[str, list[Text]], dict[str, int]]:
     """Prompts of every model with their answers; how many were left out.
 
     Every prompt is asked twice, in other company the second time. Where plain vLLM does not agree
     with itself two tokens are as good as equally likely, and nothing can be compared.
     """
-    prompts = {path.name: _prompts(generator, families) for path in paths}
+    asked = [
+        (model, own)
+        for model in models
+        for own in ((None, model.adapter) if model.adapter else (None,))
+    ]
+    prompts = {model.name: _prompts(generator, families) for model in models}
     orders = {name: generator.sample(range(len(p)), len(p)) for name, p in prompts.items()}
     task = {
         "checkpoints": [
             {
-                "path": str(path),
+                "path": str(model.plain or model.path),
+                "dtype": model.dtype,
                 "max_context": CONTEXT,
+                "adapter": adapter.path if adapter else "",
                 "prompts": [
-                    {"tokens": prompts[path.name][number], "max_tokens": LONGEST}
-                    for number in (*range(len(prompts[path.name])), *orders[path.name])
+                    {"tokens": prompts[model.name][number], "max_tokens": LONGEST}
+                    for number in (*range(len(prompts[model.name])), *orders[model.name])
                 ],
             }
-            for path in paths
+            for model, adapter in asked
         ]
     }
     done = subprocess.run(
@@ -111,20 +103,22 @@ def answered(
     )
     if done.returncode:
         raise SystemExit(f"plain vLLM failed:\n{done.stderr.decode(errors='replace')[-4000:]}")
-    texts: dict[str, list[Text]] = {}
-    dropped: dict[str, int] = {}
-    for name, answered in zip(prompts, json.loads(done.stdout), strict=True):
+    texts: dict[str, list[Text]] = {model.name: [] for model in models}
+    dropped = dict.fromkeys(texts, 0)
+    for (model, adapter), answered in zip(asked, json.loads(done.stdout), strict=True):
+        own = adapter.name if adapter else ""
         answers = [answer["tokens"] for answer in answered]
-        count = len(prompts[name])
-        again = dict(zip(orders[name], answers[count:], strict=True))
-        texts[name] = [
-            Text(prompt, tuple(answer))
+        count = len(prompts[model.name])
+        again = dict(zip(orders[model.name], answers[count:], strict=True))
+        found = [
+            Text(prompt, tuple(answer), own)
             for number, (prompt, answer) in enumerate(
-                zip(prompts[name], answers[:count], strict=True)
+                zip(prompts[model.name], answers[:count], strict=True)
             )
             if again[number] == answer
         ]
-        dropped[name] = count - len(texts[name])
+        texts[model.name] += found
+        dropped[model.name] += count - len(found)
     return texts, dropped
 
 
