@@ -7,7 +7,7 @@ that vLLM's layers do not know, or take for others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from appliance.checkpoints.model_config import ModelConfig
@@ -28,8 +28,11 @@ _GTE: Final[_Settings] = {
 _NOMIC: Final[_Settings] = {
     "activation_function": ("swiglu", "gelu"),
     "causal": (False, None),
+    "num_heads_kv": (None,),
     "parallel_block": (False, None),
+    "position_embedding_type": ("rope", None),
     "prenorm": (False,),
+    "rotary_emb_dim": (None,),
     "rotary_emb_fraction": (1.0,),
     "rotary_emb_interleaved": (False,),
     "rotary_emb_scale_base": (None,),
@@ -59,6 +62,14 @@ _NEEDED: Final = (
     "rotary_emb_scale_base",
 )
 """What vLLM reads from Nomic's files; transformers writes these under other names by now."""
+_NEEDED_OF_EXPERTS: Final = ("moe_top_k", "num_experts")
+_NEEDED_OF_GTE: Final = ("max_position_embeddings", "rope_theta")
+"""What transformers would take defaults of its own for. The second may be in `rope_parameters`."""
+_NUMBERS: Final = frozenset(
+    {"n_embd", "n_head", "n_inner", "n_layer", *_NEEDED_OF_EXPERTS, *_NEEDED_OF_GTE}
+)
+"""Keys that are never null: for `n_inner`, the published code would then take a multiple of the
+hidden size."""
 
 
 def why_not(config: ModelConfig) -> str:
@@ -71,19 +82,36 @@ def why_not(config: ModelConfig) -> str:
         )
     if name in GTE:
         pairs = _TWO_TEXTS if name.endswith("ForSequenceClassification") else {}
-        return _other(config, {**_GTE, **pairs}) or _scaled(config)
+        return (
+            _missing(config, _NEEDED_OF_GTE) or _other(config, {**_GTE, **pairs}) or _scaled(config)
+        )
     if name != NOMIC:
         return ""
-    for key in _NEEDED:
-        if key not in config.whole:
-            return f"it does not say {key}, which vLLM needs"
+    experts = _has_experts(config)
+    if wrong := _missing(config, (*_NEEDED, *(_NEEDED_OF_EXPERTS if experts else ()))):
+        return wrong
     biases = [config.get(key) for key in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias")]
     if len(set(biases)) > 1:
         return f"some layers of {name} have biases, and others have none"
-    return _other(config, {**_NOMIC, **(_NOMIC_EXPERTS if has_experts(config) else {})})
+    return _other(config, {**_NOMIC, **(_NOMIC_EXPERTS if experts else {})})
 
 
-def has_experts(config: ModelConfig) -> bool:
+def _missing(config: ModelConfig, needed: Sequence[str]) -> str:
+    """What the file itself does not say."""
+    rope = config.whole.get("rope_parameters")
+    said = {**(rope if isinstance(rope, dict) else {}), **config.whole}
+    for key in needed:
+        if key not in said:
+            return f"it does not say {key}, which vLLM needs"
+        value = said[key]
+        kinds = (int, float) if key == "rope_theta" else (int,)
+        if key in _NUMBERS and (type(value) not in kinds or value <= 0):
+            kind = "number" if float in kinds else "integer"
+            return f"{key} of {config.architecture} is {value!r}, not a positive {kind}"
+    return ""
+
+
+def _has_experts(config: ModelConfig) -> bool:
     """Whether layers of one of Nomic's encoders have experts."""
     return bool(config.get("moe_every_n_layers"))
 

@@ -356,7 +356,7 @@ def _settings(config: ModelConfig) -> _Found:
     name = config.architecture
     if wrong := encoders.why_not(config):
         return wrong, ANOTHER
-    if name in encoders.GTE:
+    if name == encoders.NOMIC or name in encoders.GTE:  # they have rotary ones
         return None
     positions = config.get("position_embedding_type")
     if positions is None and name == "XLMRobertaModel":

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
@@ -96,6 +96,10 @@ RENAMED: Final = (
 are names of transformers before its version 4.52, and after."""
 
 _LLAVA: Final = "LlavaForConditionalGeneration"
+_MISTRAL3: Final = "Mistral3ForConditionalGeneration"
+_INTERNVL: Final = "InternVLForConditionalGeneration"
+_SEEN: Final = "vision_feature_layer"
+_CHOSEN: Final = "vision_feature_select_strategy"
 _LAYER: Final = re.compile(r"\.layers?\.(\d+)\.")
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 _TEKKEN: Final = "tekken.json"
@@ -159,12 +163,11 @@ def _layers_used(config: ModelConfig, media: Media, count: int) -> int:
     """Of so many layers of a tower."""
     if media.seen is None:
         return count
-    said = config.whole.get("vision_feature_layer")
-    layers = said if isinstance(said, list) else [media.seen if said is None else said]
-    known = [layer for layer in layers if isinstance(layer, int)]
-    if not known or len(known) < len(layers):
-        raise CheckpointError(f"{config.path}: vision_feature_layer is {said!r}, not a layer")
-    return max(layer if layer >= 0 else count + layer + 1 for layer in known)
+    said = config.whole.get(_SEEN)
+    layer = media.seen if said is None else said
+    if not isinstance(layer, int):
+        raise CheckpointError(f"{config.path}: {_SEEN} is {said!r}, not a layer")
+    return layer if layer >= 0 else count + layer + 1
 
 
 def why_no_images(
@@ -174,9 +177,9 @@ def why_no_images(
     `cuda`, with torchvision if `libraries`; empty if it can."""
     if config.architecture not in READS_IMAGES:
         return f"images of {config.architecture} are not served, only text"
-    if config.architecture == _LLAVA and (wrong := _why_not_llava(config)):
+    if wrong := _why_not_settings(config):
         return f"{wrong}: its images are not served, only text"
-    if wrong := _why_not_files(config.path):
+    if wrong := _why_not_files(config.path) or _why_not_sizes(config):
         return wrong
     if cuda:
         return "images are not served on GPUs by this version, only text"
@@ -198,15 +201,68 @@ def _why_not_files(path: Path) -> str:
     return ""
 
 
+def _why_not_sizes(config: ModelConfig) -> str:
+    """Of families whose image processor scales to a size that its file states, and whose tower has
+    positions for another."""
+    if config.architecture not in (_LLAVA, _MISTRAL3):
+        return ""
+    vision = config.whole.get("vision_config")
+    most = vision.get("image_size") if isinstance(vision, dict) else None
+    if not isinstance(most, int):  # transformers has a default
+        return ""
+    try:
+        settings = _processor(config.path)
+    except (OSError, ValueError) as error:
+        return f"{config.path}: what prepares images cannot be read: {error}"
+    for key in ("size", "crop_size"):
+        said = settings.get(key)
+        for side in said.values() if isinstance(said, dict) else [said]:
+            if isinstance(side, int) and side > most:
+                return (
+                    f"what prepares images makes them as large as {side} ({key}), and the model "
+                    f"has positions for {most} (image_size of vision_config)"
+                )
+    return ""
+
+
+def _processor(path: Path) -> dict[str, Any]:
+    """The settings of the image processor, from where transformers takes them. Raises `OSError`, or
+    `ValueError` for what is no JSON."""
+    own, whole = (
+        json.loads(file.read_text(encoding="utf-8")) if (file := path / name).exists() else {}
+        for name in _PROCESSORS
+    )
+    inner = whole.get("image_processor") if isinstance(whole, dict) else None
+    found = own if inner is None else inner
+    return found if isinstance(found, dict) else {}
+
+
+def _why_not_settings(config: ModelConfig) -> str:
+    """Of what is taken from the tower."""
+    name, layer = config.architecture, config.whole.get(_SEEN)
+    if name == _LLAVA and (wrong := _why_not_llava(config)):
+        return wrong
+    if name in (_LLAVA, _MISTRAL3) and isinstance(layer, list):
+        return f"{_SEEN} of {name} is {layer}, and vLLM computes one layer"
+    if name != _INTERNVL:
+        return ""
+    if layer not in (None, -1):
+        return f"{_SEEN} of {name} is {layer!r}, and vLLM takes the last (-1)"
+    chosen = config.whole.get(_CHOSEN, "default")
+    if chosen != "default":
+        return f"{_CHOSEN} of {name} is {chosen!r}, and vLLM computes 'default'"
+    return ""
+
+
 def _why_not_llava(config: ModelConfig) -> str:
     """Of this architecture there are models with several towers."""
     vision = config.whole.get("vision_config")
     tower = vision.get("model_type") if isinstance(vision, dict) else None
     if tower not in ("clip_vision_model", "pixtral"):
         return f"no test serves {_LLAVA} with a tower of type {tower}"
-    chosen = config.whole.get("vision_feature_select_strategy", "default")
+    chosen = config.whole.get(_CHOSEN, "default")
     if tower == "pixtral" and chosen != "full":  # vLLM leaves out the first patch of a step
-        return f"vision_feature_select_strategy is {chosen!r}, and Pixtral's images need 'full'"
+        return f"{_CHOSEN} is {chosen!r}, and Pixtral's images need 'full'"
     return ""
 
 

@@ -1,5 +1,6 @@
 """What files of images may be, looked at before they are decoded: what they are is read of their
-content, and what decoding them costs is bounded by their pixels and the pieces of their head."""
+content, and what decoding and preparing them costs is bounded by their pixels, their shape and the
+pieces of their head."""
 
 from __future__ import annotations
 
@@ -15,9 +16,14 @@ from PIL import Image, UnidentifiedImageError
 MAX_IMAGE_BYTES: Final = 20 << 20
 MAX_PIXELS: Final = 40_000_000
 """Of an image: each takes 3 bytes when it is decoded, and some more on the way."""
+MAX_RATIO: Final = 200
+"""Of the longer side to the shorter. Qwen's and GLM's image processors take no larger one."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 """As Pillow calls them."""
 
+_CLIP_SIDE: Final = 336
+"""Pixels. What prepares images for LLaVA 1.5 scales the shorter side to it before it crops the
+other: that makes 22.6 million pixels of 1 x 200, in 3 bytes each."""
 _MAX_PIECES: Final = 1 << 14
 """Chunks of a PNG, segments and scans of a JPEG's head, blocks before the first frame of a GIF:
 each costs time, however small it is."""
@@ -47,6 +53,12 @@ class Size(NamedTuple):
     @property
     def pixels(self) -> int:
         return self.width * self.height
+
+    @property
+    def prepared(self) -> int:
+        """Pixels of the image once its shorter side is at least as long as CLIP's."""
+        side = min(self)
+        return self.pixels * max(side, _CLIP_SIDE) ** 2 // side**2
 
 
 def decoded_url(url: str) -> bytes:
@@ -88,6 +100,11 @@ def checked_size(file: bytes) -> Size:
         raise BadImage(f"it is damaged: {error}") from error
     if size.pixels > MAX_PIXELS:
         raise BadImage(_too_many_pixels(f"{size.width} x {size.height}"))
+    if not 0 < max(size) <= MAX_RATIO * min(size):
+        raise BadImage(
+            f"{size.width} x {size.height}: one side is more than {MAX_RATIO} times as long as the "
+            "other: send an image of another shape"
+        )
     return size
 
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 AT_ONCE: Final = 2
 """Requests of a front end whose images are decoded and prepared; of a client one."""
 MAX_ALL_PIXELS: Final = 80_000_000
-"""Of all images of a request."""
+"""Of all images of a request, whose shorter sides count as what they may be scaled to."""
 
 _MESSAGES: Final = frozenset(
     {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/api/chat"}
@@ -213,7 +213,7 @@ def look_at(sent: Images) -> dict[int, str]:
     pixels = 0
     for image in sent.images:
         try:
-            pixels += checked_size(image.file()).pixels
+            pixels += checked_size(image.file()).prepared
             if pixels > MAX_ALL_PIXELS:
                 raise BadImage(
                     f"with it the request has more than {MAX_ALL_PIXELS} pixels: send smaller ones"

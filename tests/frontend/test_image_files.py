@@ -22,9 +22,19 @@ from appliance.frontend.app import FrontEnd
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core
 from appliance.frontend.image_files import BadImage, checked_size
-from appliance.frontend.images import AT_ONCE, NO_IMAGES, Image, Images, ImageTurns, key_of_url
+from appliance.frontend.images import (
+    AT_ONCE,
+    MAX_ALL_PIXELS,
+    NO_IMAGES,
+    Image,
+    Images,
+    ImageTurns,
+    key_of_url,
+    look_at,
+)
 from appliance.frontend.serving import media
 from appliance.frontend.serving.model_fronts import ModelFronts
+from appliance.http.errors import BadRequest
 from appliance.service.front_frames import Welcome
 from tests.frontend.conftest import model_at
 from tests.frontend.pictures import encoded, picture
@@ -60,6 +70,26 @@ def test_long_heads_are_refused(name: str) -> None:
 def test_short_files_are_refused(file: bytes) -> None:
     with pytest.raises(BadImage):
         checked_size(file)
+
+
+@pytest.mark.parametrize(
+    ("size", "pixels"),
+    [
+        ((1, 200), 200 * 336**2),
+        ((200, 1), 200 * 336**2),
+        ((400, 336), 400 * 336),
+        ((900, 500), 450000),
+    ],
+)
+def test_narrow_images_count_as_what_they_become(size: tuple[int, int], pixels: int) -> None:
+    """LLaVA's image processor scales the shorter side to 336 pixels before it crops."""
+    file = picture(*size)
+    assert checked_size(file).prepared == pixels
+    image = Image("images[0]", encoded(file), is_url=False)
+    most = MAX_ALL_PIXELS // pixels
+    look_at(Images((image,) * most, most))
+    with pytest.raises(BadRequest, match="with it the request has more than 80000000 pixels"):
+        look_at(Images((image,) * (most + 1), most + 1))
 
 
 def test_what_tools_write_is_read() -> None:

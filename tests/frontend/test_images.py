@@ -293,6 +293,9 @@ BAD: Final = {
     "bomb": ([image(url_of(huge(50_000, 50_000)))], "content[0].image_url: it is more than"),
     "large": ([image(url_of(huge(8_000, 5_001)))], "8000 x 5001 is more than 40000000 pixels"),
     "together": ([image(url_of(huge(8_000, 5_000)))] * 3, "content[2].image_url: with it the"),
+    "high": ([image(url_of(picture(1, 201)))], "1 x 201: one side is more than 200 times as"),
+    "wide": ([TEXT, image(url_of(huge(30_000_000, 1)))], "content[1].image_url: 30000000 x 1: one"),
+    "none": ([image(url_of(huge(1, 0)))], "content[0].image_url: "),
     "cut": ([image(url_of(picture(400, 400)[:-900]))], "content[0].image_url: it is damaged"),
     "cut jpeg": ([image(url_of(JPEG[:-900]))], "content[0].image_url: it is damaged"),
     "scans": ([image(url_of(JPEG + b"\xff\xda" * 101))], "JPEG of too many scans"),
@@ -319,6 +322,20 @@ async def test_bad_images(core: StandInCore, http: httpx.AsyncClient, name: str)
     assert said in error["message"]
     assert error["message"].startswith("messages[0].content[")
     assert error["param"] in error["message"]
+    assert core.said(Submit) == []
+
+
+async def test_shapes_that_the_model_does_not_take(
+    core: StandInCore, http: httpx.AsyncClient
+) -> None:
+    """Are refused by the name of their part, and not with what vLLM says of its objects."""
+    part = image(url_of(picture(200, 1)))
+    answer = await http.post("/v1/chat/completions", json=chat(part, TEXT, model="mistral"))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    name = "messages[0].content[0].image_url"
+    assert error["message"].startswith(f"{name}: the model's image processor does not take this")
+    assert error["param"] == name
     assert core.said(Submit) == []
 
 
@@ -389,7 +406,9 @@ async def test_prepared_images_that_are_too_large(
     assert one.status_code == 200, one.text
     assert len(core.said(Submit)) == 1
     assert all_of_them.status_code == 400
-    assert "bytes when they are prepared" in all_of_them.json()["error"]["message"]
+    said = all_of_them.json()["error"]["message"]
+    assert "bytes when they are prepared" in said
+    assert all(name in said for name in ("max_pixels", "size.longest_edge", "max_patches"))
     core.frames.clear()
     many = await http.post(path, json=chat(parts[0], model="wide", n=18))
     assert many.status_code == 400, many.text

@@ -379,8 +379,8 @@ def _check_images(request: EngineCoreRequest, siblings: int) -> None:
         raise ImagesTooLarge(
             f"the images take {size} bytes when they are prepared for the model, of at most "
             f"{MAX_REQUEST_BYTES - _OTHER_BYTES} in a request: send fewer or smaller ones, or have "
-            "max_pixels (or size.longest_edge) lowered in the checkpoint's "
-            "preprocessor_config.json"
+            "max_pixels (or size.longest_edge, or max_patches where images are cut into tiles) "
+            "lowered in the checkpoint's preprocessor_config.json"
         )
     if size * siblings > MAX_TOGETHER_BYTES:
         raise ImagesTooLarge(

@@ -7,7 +7,8 @@ An image is decoded only if it was found and looked at in the call's body before
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -20,6 +21,8 @@ from vllm.renderers import BaseRenderer
 from appliance.frontend.calls import current
 from appliance.frontend.image_files import FORMATS, MAX_PIXELS, BadImage, decoded_url
 from appliance.frontend.images import in_thread, key_of_url, threads
+
+log = logging.getLogger(__name__)
 
 CONNECTOR: Final = "refusing"
 """Its name, for `VLLM_MEDIA_CONNECTOR`."""
@@ -72,13 +75,32 @@ def bound_images() -> None:
 
 def prepare_in_turns(renderer: BaseRenderer) -> None:
     """Have what a model's renderer makes of images belong to the turn of the call that sent them.
-    Once, before its first call."""
+    Once, before its first call. It raises `VLLMValidationError` for images that the checkpoint's
+    processor does not take."""
 
     def prepare(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+        call = current.get()
         work = partial(renderer._process_multimodal, *args, **kwargs)
-        return in_thread(current.get(), renderer._mm_executor, work)
+        return in_thread(call, renderer._mm_executor, _prepared, work, call.images)
 
     renderer._process_multimodal_async = prepare
+
+
+def _prepared(work: Callable[[], Any], images: Mapping[int, str]) -> Any:
+    """What vLLM makes of images with these names; its own error shows objects of Python."""
+    try:
+        return work()
+    except ValueError as error:
+        if not images or not str(error).startswith("Failed to apply "):
+            raise
+        log.info("images were not prepared: %r", error.__cause__)
+        names = list(images.values())
+        raise VLLMValidationError(
+            f"{', '.join(names)}: the model's image processor does not take "
+            f"{'this image' if len(names) == 1 else 'one of these images'}: send one of another "
+            "shape",
+            parameter=names[0],
+        ) from error
 
 
 def _decoded(name: str, url: str, file: bytes | None, mode: str | None) -> Any:

@@ -313,7 +313,7 @@ def test_images_are_refused_where_they_cannot_be_read(
 
 def with_files(folder: Path, config: dict[str, Any], *files: str) -> Path:
     for name in files:
-        (folder / name).touch()
+        (folder / name).write_text("{}")
     return write(folder, config)
 
 
@@ -356,9 +356,22 @@ def test_files_that_images_need(tmp_path: Path, files: tuple[str, ...], wrong: s
         ("llava-1.5-7b-hf", {"vision_config": {"model_type": "siglip_vision_model"}}, "a tower of"),
         ("pixtral-12b", {"vision_feature_select_strategy": "default"}, "is 'default'"),
         ("pixtral-12b", {"vision_feature_select_strategy": None}, "is None"),
+        (
+            "llava-1.5-7b-hf",
+            {"vision_feature_layer": [-2, -1]},
+            "is [-2, -1], and vLLM computes one",
+        ),
+        (
+            "mistral-small-3.1-24b-instruct-2503",
+            {"vision_feature_layer": [-1, -5]},
+            "vision_feature_layer of Mistral3ForConditionalGeneration is [-1, -5]",
+        ),
+        ("internvl3-8b-hf", {"vision_feature_layer": -2}, "is -2, and vLLM takes the last (-1)"),
+        ("internvl3-8b-hf", {"vision_feature_layer": [-1]}, "is [-1], and vLLM takes the last"),
+        ("internvl3-8b-hf", {"vision_feature_select_strategy": "full"}, "is 'full', and vLLM"),
     ],
 )
-def test_llava_with_what_is_not_tried(
+def test_readers_with_what_is_not_computed(
     tmp_path: Path, name: str, changes: dict[str, Any], wrong: str
 ) -> None:
     path = with_files(tmp_path, CONFIGS[name] | changes, "preprocessor_config.json")
@@ -368,19 +381,54 @@ def test_llava_with_what_is_not_tried(
 
 
 @pytest.mark.parametrize(
+    ("name", "file", "settings", "wrong"),
+    [
+        ("pixtral-12b", 0, {"size": {"longest_edge": 1024}}, ""),
+        ("pixtral-12b", 0, {"size": {"longest_edge": 1540}}, "as large as 1540 (size), and the"),
+        (
+            "pixtral-12b",
+            1,
+            {"image_processor": {"size": {"longest_edge": 1540}}},
+            "positions for 1024",
+        ),
+        ("pixtral-12b", 1, {"size": {"longest_edge": 1540}}, ""),
+        ("mistral-small-3.1-24b-instruct-2503", 0, {"size": {"longest_edge": 2048}}, "for 1540"),
+        ("llava-1.5-7b-hf", 0, {"crop_size": {"height": 336, "width": 336}}, ""),
+        ("llava-1.5-7b-hf", 0, {"crop_size": 448}, "as large as 448 (crop_size)"),
+        ("llava-1.5-7b-hf", 0, [], ""),
+    ],
+)
+def test_images_are_prepared_no_larger_than_the_tower_takes(
+    tmp_path: Path, name: str, file: int, settings: Any, wrong: str
+) -> None:
+    path = write(tmp_path, CONFIGS[name])
+    files = ("preprocessor_config.json", "processor_config.json")
+    (path / files[file]).write_text(json.dumps(settings))
+    found = why_no_images(read_model_config(path))
+    assert wrong in found
+    assert bool(found) == bool(wrong)
+
+
+def test_what_prepares_images_is_json(tmp_path: Path) -> None:
+    path = write(tmp_path, CONFIGS["llava-1.5-7b-hf"])
+    (path / "preprocessor_config.json").write_text("{")
+    assert "what prepares images cannot be read" in why_no_images(read_model_config(path))
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "layers"),
     [
         ("llava-1.5-7b-hf", {}, 3),
         ("llava-1.5-7b-hf", {"vision_feature_layer": None}, 3),
-        ("llava-1.5-7b-hf", {"vision_feature_layer": [-4, 2]}, 2),
+        ("llava-1.5-7b-hf", {"vision_feature_layer": 2}, 2),
         ("mistral-small-3.1-24b-instruct-2503", {}, 4),
-        ("internvl3-8b-hf", {"vision_feature_layer": -2}, 4),
+        ("internvl3-8b-hf", {}, 4),
     ],
 )
 def test_layers_behind_the_one_that_is_taken_are_not_counted(
     tmp_path: Path, name: str, changes: dict[str, Any], layers: int
 ) -> None:
-    """Nor loaded. vLLM takes the last of InternVL, whatever the file says."""
+    """Nor loaded."""
     config = read_model_config(write(tmp_path, CONFIGS[name] | changes))
     list_of = "layer" if "internvl" in name else "layers"
     names = [f"vision_tower.encoder.{list_of}.{number}.weight" for number in range(4)]

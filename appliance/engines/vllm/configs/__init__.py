@@ -1,1 +1,2 @@
-"""Configurations of checkpoints that transformers would read with code of the checkpoint."""
+"""Classes for types of configurations that transformers does not know, and would otherwise need
+code of the checkpoint for."""
