@@ -8,7 +8,7 @@ import msgspec
 
 from appliance.checkpoints.families import UnsupportedModel, keeps_state
 from appliance.checkpoints.model_config import ModelConfig
-from appliance.checkpoints.quantized.quantization import quantization
+from appliance.checkpoints.quantized.quantization import said
 from appliance.checkpoints.unequal_layers import TWO_SIZES
 from appliance.vocabulary import Task
 
@@ -76,7 +76,7 @@ def _why_not(
         )
     if config.model_type in TWO_SIZES:
         return f"drafts were not tried with layers that keep KV of two sizes, as {name} has"
-    if quantization(config) is not None:
+    if said(config) is not None:
         return "drafts were not tried with quantized weights"
     if not on_cpu:
         return "drafts were tried on the CPU only"

@@ -17,6 +17,7 @@ from appliance.checkpoints import encoders
 from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
+from appliance.checkpoints.required_keys import what_lacks
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.checkpoints.transcribers import TRANSCRIBERS, why_not_served
 from appliance.checkpoints.unequal_layers import TWO_SIZES, UNEQUAL
@@ -292,7 +293,7 @@ _Found = tuple[str, str] | None
 
 def _not_served(config: ModelConfig) -> _Found:
     name = config.architecture
-    reason = _NOT_SERVED.get(name)
+    reason = _NOT_SERVED.get(base_architecture(name) or name)
     return (f"{name} {reason}", ANOTHER) if reason else None
 
 
@@ -412,7 +413,7 @@ def _unequal(config: ModelConfig) -> _Found:
 
 
 _TWO_SIZES: Final = "has keys and values of different sizes, in layers with more heads and fewer"
-_TWICE: Final = "attends twice in each layer, and chooses experts with kernels for GPUs"
+_TWICE: Final = "attends twice in each layer, and what requests keep there is not counted yet"
 _NOT_SERVED: Final = {
     "DbrxForCausalLM": "has experts that vLLM 0.32 does not load",
     "LongcatFlashForCausalLM": _TWICE,
@@ -431,4 +432,5 @@ _CHECKS: Final[tuple[Callable[[ModelConfig], _Found], ...]] = (
     _traits,
     _pools,
     _unequal,
+    what_lacks,
 )

@@ -16,10 +16,11 @@ from appliance.errors import CheckpointError
 
 CONFIG: Final = "config.json"
 VLLM_NAMES: Final = {
+    "ExaoneMoeForCausalLM": "ExaoneMoEForCausalLM",
     "NewForSequenceClassification": "GteNewForSequenceClassification",
     "NewModel": "GteNewModel",
 }
-"""What vLLM calls architectures that files call otherwise."""
+"""What vLLM calls architectures that files call otherwise, or has two names for."""
 _MISTRAL_CONFIG: Final = "params.json"
 MOST: Final = 1 << 40
 """No number that a model is made of is as large."""

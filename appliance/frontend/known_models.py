@@ -11,11 +11,11 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from importlib.util import find_spec
-from inspect import getsource
+from inspect import getsource, signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -61,12 +61,14 @@ def known_models() -> dict[str, Any]:
 
     endings = [ending for ending, _ in iter_architecture_defaults()]
     traits = {name: known_traits(name) for name in sorted(ModelRegistry.models)}
+    unread = [name for name, found in traits.items() if found == ["media"]]
     with_it = [name for name, found in traits.items() if TORCHVISION in found]
     # What transformers says of the library once, it says always: hence another process.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, _begin_with_torchvision) as process:
-        more = process.map(known_traits, with_it)
-        traits |= {name: [TORCHVISION, *found] for name, found in zip(with_it, more, strict=True)}
+        for name, found in zip(with_it, process.map(known_traits, with_it), strict=True):
+            traits[name] = [TORCHVISION, *found]
+        traits |= zip(unread, process.map(known_traits, unread), strict=True)
     return {
         "endings": endings,
         "architectures": traits,
@@ -106,20 +108,49 @@ def _media(architecture: str) -> list[str]:
     from vllm.model_executor.models.registry import ModelRegistry
 
     model: Any = ModelRegistry.models[architecture]
-    spec = find_spec(model.module_name)
-    assert spec is not None
-    assert spec.origin is not None
-    module = Path(spec.origin).read_text(encoding="utf-8")
+    module = _module_source(model.module_name)
     try:
-        limits = getsource(model.load_model_cls()._processor_factory.info.get_supported_mm_limits)
+        limits = _limits_source(model.load_model_cls()._processor_factory.info)
     except (ImportError, AttributeError):
         limits = module
+    parts = _parts_of_processor(architecture) if "_get_supported_modalities" in limits else ()
+    images = ('"image"', '"video"', '"vision_chunk"')
     found = {
-        "images": '"image"' in limits or '"video"' in limits,
-        "sound": '"audio"' in limits,
+        "images": any(word in limits for word in images) or "image_processor" in parts,
+        "sound": '"audio"' in limits or not _HEARING.isdisjoint(parts),
         "cross": "EncDecMultiModalProcessor" in module,
     }
     return ["media", *(name for name, has in found.items() if has)]
+
+
+_HEARING: Final = frozenset({"audio_processor", "feature_extractor"})
+"""What vLLM takes for a reader of sound among the parts of a processor of transformers."""
+
+
+def _module_source(name: str) -> str:
+    """Of a module, or of all those in a package."""
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin)
+    files = sorted(file.parent.rglob("*.py")) if spec.submodule_search_locations else [file]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _limits_source(info: type[Any]) -> str:
+    """Of the functions that say how many of each kind a prompt may have: one may add to that of the
+    class below it."""
+    functions = (vars(base).get("get_supported_mm_limits") for base in info.__mro__)
+    return "".join(getsource(found) for found in functions if found is not None)
+
+
+def _parts_of_processor(architecture: str) -> Collection[str]:
+    """Of transformers, which knows what such a model reads if vLLM has no code of its own."""
+    import transformers
+
+    name = architecture.removesuffix("ForConditionalGeneration") + "Processor"
+    processor = getattr(transformers, name, None)
+    return () if processor is None else signature(processor.__init__).parameters
 
 
 def _types() -> list[tuple[str, dict[str, Any]]]:

@@ -181,5 +181,20 @@ def test_names_of_architectures_and_types_are_those_of_vllm() -> None:
         assert tuple(known_traits(name)) == known.architectures[name]
 
 
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("HunYuanVLForConditionalGeneration", {"images"}),  # with transformers' code
+        ("KimiK25ForConditionalGeneration", {"images"}),  # in chunks
+        ("MiniCPMO", {"images", "sound"}),  # images as the class below it does
+        ("VibeVoiceAsrForConditionalGeneration", {"sound"}),
+    ],
+)
+def test_what_a_model_reads_is_found_in_its_source(name: str, read: set[str]) -> None:
+    from appliance.frontend.known_models import known_traits
+
+    assert set(known_traits(name)) == {"media", *read}
+
+
 def test_all_that_is_said_to_be_tried_is() -> None:
     assert {base_architecture(CONFIGS[name]["architectures"][0]) for name in FAMILIES} == TRIED

@@ -4,6 +4,7 @@ computes of them: an error of vLLM's would be in what other tests compare with, 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,23 @@ def test_log_probabilities_are_those_of_transformers(
 def of_transformers(path: str, dtype: str) -> Any:
     """Its model with weights as they are in this type, which computes in float32."""
     import transformers
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
     kind = transformers.AutoModelForCausalLM
     model = kind.from_pretrained(path, dtype=getattr(torch, dtype)).to(torch.float32)
     for layer in model.modules():  # Zamba 2 was trained without the least step that is there now
         if hasattr(layer, "time_step_limit"):
             layer.time_step_limit = (0.0, float("inf"))
+        if isinstance(layer, MambaRMSNormGated):
+            layer.forward = partial(norm_each_group, layer, model.config.n_groups)
     return model
+
+
+def norm_each_group(
+    norm: Any, groups: int, values: torch.Tensor, gate: torch.Tensor
+) -> torch.Tensor:
+    """Of Mamba 2, as the code with which it was trained does. transformers norms all groups as
+    one."""
+    gated = (values * torch.nn.functional.silu(gate)).unflatten(-1, (groups, -1))
+    scale = torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * (gated * scale).flatten(-2)  # type: ignore[no-any-return]

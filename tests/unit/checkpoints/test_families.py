@@ -154,7 +154,12 @@ def test_what_reads_sound_is_refused_for_that(fake_checkpoint: Make) -> None:
     known = known_models().architectures
     heard = {name for name, traits in known.items() if "sound" in traits} - set(MEDIA)
     crossed = {name for name, traits in known.items() if "cross" in traits}
-    assert heard >= {"CohereAsrForConditionalGeneration", "MiniCPMO", "VoxtralRealtimeGeneration"}
+    assert heard >= {
+        "CohereAsrForConditionalGeneration",
+        "VibeVoiceAsrForConditionalGeneration",
+        "MiniCPMO",
+        "VoxtralRealtimeGeneration",
+    }
 
     for name in (heard | crossed) - TRANSCRIBERS:
         with pytest.raises(UnsupportedModel) as caught:
@@ -276,6 +281,48 @@ def test_names_and_defaults_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("ernie-4.5-0.3b-pt", {"use_bias": True}, "use_bias = false only"),
+        ("ernie-4.5-21b-a3b-pt", {"use_bias": True}, "use_bias = false only"),
+        ("bloom-560m", {"tie_word_embeddings": False}, "tie_word_embeddings = true only"),
+        ("phi-3.5-moe-instruct", {"attention_bias": False}, "attention_bias = true only"),
+        ("phi-3.5-moe-instruct", {"lm_head_bias": None}, "lm_head_bias = true only"),
+        ("lfm2-8b-a1b", {"layer_types": None}, "has no layer_types"),
+        ("mamba-codestral-7b-v0.1", {"num_heads": None}, "has no num_heads"),
+        ("mamba-codestral-7b-v0.1", {"head_dim": None}, "has no head_dim"),
+        ("mamba-codestral-7b-v0.1", {"n_groups": None}, "has no n_groups"),
+        ("mamba-codestral-7b-v0.1", {"state_size": None}, "has no state_size"),
+        ("zamba2-7b", {"layers_block_type": None}, "has no layers_block_type"),
+        ("zamba2-7b", {"n_mamba_heads": None}, "has no n_mamba_heads"),
+    ],
+)
+def test_keys_that_a_type_must_have(
+    tmp_path: Path, name: str, changes: dict[str, Any], words: str
+) -> None:
+    """One that is None here is not in the file."""
+    said = {key: value for key, value in (CONFIGS[name] | changes).items() if value is not None}
+    with pytest.raises(UnsupportedModel, match=words):
+        check_family(read_model_config(write(tmp_path, said)))
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "words"),
+    [
+        ("dbrx-instruct", "DbrxForSequenceClassification", "experts that vLLM 0.32 does not load"),
+        ("longcat-flash-chat", "LongcatFlashModel", "attends twice in each layer"),
+        ("mimo-v2-flash-bf16", "MiMoV2FlashModel", "keys and values of different sizes"),
+    ],
+)
+def test_what_is_not_served_is_not_pooled(
+    tmp_path: Path, name: str, architecture: str, words: str
+) -> None:
+    config = CONFIGS[name] | {"architectures": [architecture]}
+    with pytest.raises(UnsupportedModel, match=words):
+        check_family(read_model_config(write(tmp_path, config)))
+
+
+@pytest.mark.parametrize(
     ("architecture", "base"),
     [
         ("Qwen3ForSequenceClassification", "Qwen3ForCausalLM"),
@@ -293,5 +340,7 @@ def test_all_that_is_tried_is_known() -> None:
 
 def test_an_architecture_that_no_test_serves(fake_checkpoint: Make) -> None:
     assert is_tried(read_model_config(fake_checkpoint("a")))
+    spelled = CONFIGS["k-exaone-236b-a23b"] | {"architectures": ["ExaoneMoeForCausalLM"]}
+    assert is_tried(read_model_config(write(fake_checkpoint("k"), spelled)))
     other = fake_checkpoint("b", architectures=["VaultGemmaForCausalLM"], model_type="vaultgemma")
     assert not is_tried(read_model_config(other))

@@ -21,6 +21,7 @@ from appliance.platform import torchvision
 from appliance.vocabulary import Task
 from tests.configs import CONFIGS
 from tests.conftest import write_checkpoint
+from tests.engine.quantizing import awq_config, fp8_config, gptq_config
 from tests.unit.config.test_loader import GOOD, only_problem, write
 
 Make = Callable[..., Path]
@@ -103,20 +104,27 @@ def test_states_cannot_have_drafts(tmp_path: Path, fake_checkpoint: Make) -> Non
         "tiny",
         architectures=["Mamba2ForCausalLM"],
         model_type="mamba2",
+        **{"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 16},
     )
     (problem, *_) = [only_problem(tmp_path, f'{GOOD}speculate = {{ method = "ngram" }}\n')]
     assert "keep a state" in str(problem)
 
 
 def test_only_what_was_tried_may_have_drafts(tmp_path: Path, fake_checkpoint: Make) -> None:
-    path = fake_checkpoint(quantization_config={"quant_method": "awq", "bits": 4})
-    config = read_model_config(path)
-    with pytest.raises(UnsupportedModel, match="quantized weights"):
-        check_drafts(config, Task.GENERATE, on_cpu=True, ranks=1)
     plain = read_model_config(fake_checkpoint("plain"))
     with pytest.raises(UnsupportedModel, match="on the CPU only"):
         check_drafts(plain, Task.GENERATE, on_cpu=False, ranks=1)
     check_drafts(plain, Task.GENERATE, on_cpu=True, ranks=1)
+
+
+@pytest.mark.parametrize(
+    "said", [awq_config(32), gptq_config(32, bits=8), fp8_config((128, 128)), fp8_config(None)]
+)
+def test_quantized_weights_have_no_drafts(fake_checkpoint: Make, said: dict[str, Any]) -> None:
+    """Nor those that are multiplied as they are read."""
+    config = read_model_config(fake_checkpoint(quantization_config=said))
+    with pytest.raises(UnsupportedModel, match="quantized weights"):
+        check_drafts(config, Task.GENERATE, on_cpu=True, ranks=1)
 
 
 def make_head(folder: Path, **changes: Any) -> None:
