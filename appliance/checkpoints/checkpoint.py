@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from appliance.checkpoints import kv_layers
+from appliance.checkpoints.architectures.suppressed_tokens import suppressed_tokens
+from appliance.checkpoints.architectures.unequal_layers import (
+    is_of_sharing_layer,
+    keys_as_values,
+    sharing_layers,
+)
 from appliance.checkpoints.families import BF16, UnsupportedModel, check_family
 from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.language_models import (
@@ -25,13 +31,7 @@ from appliance.checkpoints.model_config import MOST, ModelConfig, read_model_con
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.quantized.readers import why_not_whole
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
-from appliance.checkpoints.suppressed_tokens import suppressed_tokens
 from appliance.checkpoints.task import AskedTask, dense_files, read_task, sentence_tokens
-from appliance.checkpoints.unequal_layers import (
-    is_of_sharing_layer,
-    keys_as_values,
-    sharing_layers,
-)
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import packs
 from appliance.vocabulary import Task

@@ -6,10 +6,10 @@ from typing import Final
 
 import msgspec
 
+from appliance.checkpoints.architectures.unequal_layers import TWO_SIZES
 from appliance.checkpoints.families import UnsupportedModel, keeps_state
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.quantized.quantization import said
-from appliance.checkpoints.unequal_layers import TWO_SIZES
 from appliance.vocabulary import Task
 
 NGRAM: Final = "ngram"

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from appliance.checkpoints import encoders
+from appliance.checkpoints.architectures import encoders
+from appliance.checkpoints.architectures.required_keys import what_lacks
+from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS, why_not_served
+from appliance.checkpoints.architectures.unequal_layers import TWO_SIZES, UNEQUAL
 from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
-from appliance.checkpoints.required_keys import what_lacks
 from appliance.checkpoints.task import POOLING_ENDINGS
-from appliance.checkpoints.transcribers import TRANSCRIBERS, why_not_served
-from appliance.checkpoints.unequal_layers import TWO_SIZES, UNEQUAL
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
 from appliance.errors import CheckpointError
 from appliance.platform import torchvision

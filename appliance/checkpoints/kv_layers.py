@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig, known_models
-from appliance.checkpoints.transcribers import encoder_tokens
-from appliance.checkpoints.unequal_layers import (
+from appliance.checkpoints.architectures.transcribers import encoder_tokens
+from appliance.checkpoints.architectures.unequal_layers import (
     Heads,
     heads_of_kinds,
     kept_kinds,
     sharing_layers,
 )
+from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig, known_models
 from appliance.checkpoints.windows import STEP_TOKENS, Windowed, window_blocks, windowed
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import computes_linear_attention

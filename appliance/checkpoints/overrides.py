@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from appliance.checkpoints.encoders import NOMIC
+from appliance.checkpoints.architectures.encoders import NOMIC
 from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import VLLM_NAMES
 from appliance.checkpoints.quantized import quantization

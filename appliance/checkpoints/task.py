@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS
 from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
-from appliance.checkpoints.transcribers import TRANSCRIBERS
 from appliance.errors import CheckpointError
 from appliance.vocabulary import Task
 

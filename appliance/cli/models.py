@@ -12,8 +12,8 @@ import click
 import httpx
 
 from appliance.checkpoints.adapters import SEPARATOR
+from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS
 from appliance.checkpoints.language_models import MEDIA
-from appliance.checkpoints.transcribers import TRANSCRIBERS
 from appliance.cli.output import json_option, print_json
 from appliance.client import ANSWER_SECONDS, call, checked, connect, get, unreachable, url_option
 from appliance.units import human

@@ -42,6 +42,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.checkpoints.adapters import AdapterPlace, AdapterRoom
+from appliance.checkpoints.architectures.transcribers import encoder_tokens
 from appliance.checkpoints.draft_heads import head_files
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import keeps_state
@@ -50,7 +51,6 @@ from appliance.checkpoints.language_models import MEDIA, image_token_bytes, lang
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
 from appliance.checkpoints.task import PoolerValue, dense_files
-from appliance.checkpoints.transcribers import encoder_tokens
 from appliance.checkpoints.windows import STEP_TOKENS
 from appliance.engines.protocol import (
     NO_TOKEN,

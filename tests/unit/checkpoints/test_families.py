@@ -11,6 +11,7 @@ import pytest
 
 from appliance.checkpoints import families
 from appliance.checkpoints.adapters import UnsupportedAdapter, check_base
+from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.drafts import check_drafts
 from appliance.checkpoints.families import (
@@ -24,7 +25,6 @@ from appliance.checkpoints.families import (
 )
 from appliance.checkpoints.language_models import MEDIA, why_no_images
 from appliance.checkpoints.model_config import known_models, read_model_config
-from appliance.checkpoints.transcribers import TRANSCRIBERS
 from appliance.config.loader import load_config
 from appliance.errors import CheckpointError, ConfigError
 from appliance.platform import torchvision

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
 
+from appliance.checkpoints.architectures.suppressed_tokens import suppressed_tokens
 from appliance.checkpoints.model_config import read_model_config
-from appliance.checkpoints.suppressed_tokens import suppressed_tokens
 
 init_of_vllm: Final[Callable[..., None]] = Gemma4ForCausalLM.__init__
 logits_of_vllm: Final[Callable[..., Any]] = Gemma4ForCausalLM.compute_logits

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.checkpoints.architectures.transcribers import why_not_served
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.overrides import whole_config
-from appliance.checkpoints.transcribers import why_not_served
 from appliance.engines.vllm.device import Device
 
 
