@@ -78,9 +78,12 @@ test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every br
 test-frontend: $(VENV)/.dev ## vLLM's front half in a front end, over a stand-in core
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile tests/frontend
 
+# In two runs, as what vLLM keeps of each model that was built adds up to more than there is.
 test-engine: $(VENV)/.dev ## Memory and engines on real vLLM
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
-		tests/engine --durations=8
+		tests/engine/test_[a-l]*.py --durations=8
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
+		tests/engine/test_[m-z]*.py --durations=8
 
 test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/gpu.md)
 	$(BIN)/python -m pytest -q tests/gpu

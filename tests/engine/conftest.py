@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -31,6 +33,20 @@ inspect_here()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest file begins first, so that no process is left alone with it at the end."""
     items.sort(key=lambda item: item.path.stem != "test_ranks")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """Behind a file, engines that are not used any more go: vLLM has the collector leave alone what
+    there is when a model was built, and a file's engines take hundreds of megabytes."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 BASELINE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 import msgspec
 
 from appliance.engines.protocol import Produced, SequenceSpec
+from appliance.memory.arena import Arena
+from appliance.memory.host_tier import HostTier
+from appliance.memory.swapper import Swapper
+from appliance.memory.vmm_host import HostVmm
 from appliance.vocabulary import Task
 
 SLAB = 256 * 1024
@@ -212,13 +217,18 @@ class House:
 
 
 def make_house(slabs: int = POOL_SLABS) -> House:
-    from appliance.memory.arena import Arena
-    from appliance.memory.host_tier import HostTier
-    from appliance.memory.swapper import Swapper
-    from appliance.memory.vmm_host import HostVmm
+    vmm = HostVmm(slabs, SLAB)
+    arena, host, swapper = Arena(vmm), HostTier.create(256 << 20), Swapper(vmm.stream)
+    # Hundreds of houses would not fit in memory. What has their addresses goes with the arena.
+    weakref.finalize(arena, _close, vmm, host, swapper).atexit = False
+    return House(arena, host, swapper)
 
-    arena = Arena(HostVmm(slabs, SLAB))
-    return House(arena, HostTier.create(256 << 20), Swapper(arena.vmm.stream))
+
+def _close(vmm: HostVmm, host: HostTier, swapper: Swapper) -> None:
+    """Give back the memory of a house that nothing uses any more."""
+    swapper.close()
+    host.close()
+    vmm.close()
 
 
 def sequence(

@@ -366,7 +366,6 @@ def test_converted_bytes_are_verified(make: Make) -> None:
 @pytest.mark.parametrize(
     ("stored", "said", "reason"),
     [
-        (gptq_config(32), {"bits": 8}, "does not support weight_bits"),
         (gptq_config(32), {"sym": False}, "bits=4, sym=False"),
         (gptq_config(32), {"desc_act": True}, "desc_act=True"),
         (gptq_config(16), {}, "group_size = 16"),
