@@ -18,7 +18,7 @@ from appliance.checkpoints.architectures.required_keys import what_lacks
 from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS, why_not_served
 from appliance.checkpoints.architectures.unequal_layers import TWO_SIZES, UNEQUAL
 from appliance.checkpoints.language_models import MEDIA, served_architecture
-from appliance.checkpoints.model_config import ModelConfig, known_models
+from appliance.checkpoints.model_config import ANOTHER, ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
@@ -67,9 +67,9 @@ TRIED: Final = frozenset(
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
         "LlamaForCausalLM",
+        "Mamba2ForCausalLM",
         "MiniCPM3ForCausalLM",
         "MiniMaxM2ForCausalLM",
-        "Mamba2ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "NemotronForCausalLM",
@@ -87,9 +87,9 @@ TRIED: Final = frozenset(
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
-        "SeedOssForCausalLM",
         "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM",
+        "SeedOssForCausalLM",
         "SmolLM3ForCausalLM",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
@@ -133,7 +133,6 @@ NO_CPU_KERNEL: Final[Mapping[str, str]] = {
 
 BF16: Final = "take the model's checkpoint with weights in bfloat16 or float16"
 INTEGERS: Final = f"{BF16}, or in integers of 4 or 8 bits that docs/models.md lists"
-ANOTHER: Final = "take a model of another family: docs/models.md lists those that are served"
 TEXT: Final = "take a checkpoint of a model that reads text only"
 
 
@@ -412,14 +411,14 @@ def _unequal(config: ModelConfig) -> _Found:
     return None
 
 
-_TWO_SIZES: Final = "has keys and values of different sizes, in layers with more heads and fewer"
+_HEADS: Final = "has keys and values of different sizes, in layers with more heads and fewer"
 _TWICE: Final = "attends twice in each layer, and what requests keep there is not counted yet"
 _NOT_SERVED: Final = {
     "DbrxForCausalLM": "has experts that vLLM 0.32 does not load",
     "LongcatFlashForCausalLM": _TWICE,
     "LongcatFlashNgramForCausalLM": _TWICE,
-    "MiMoV2FlashForCausalLM": _TWO_SIZES,
-    "MiMoV2ForCausalLM": _TWO_SIZES,
+    "MiMoV2FlashForCausalLM": _HEADS,
+    "MiMoV2ForCausalLM": _HEADS,
 }
 """By architecture, what its layers do that is not served here or by vLLM."""
 _SPARSE: Final = frozenset({"deepseek_v32", "deepseek_v4", "deepseek_v41", "glm_moe_dsa"})

@@ -18,7 +18,7 @@ from appliance.checkpoints.architectures.unequal_layers import (
     kept_kinds,
     sharing_layers,
 )
-from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig, known_models
+from appliance.checkpoints.model_config import CONFIG, MOST, MOST_LAYERS, ModelConfig, known_models
 from appliance.checkpoints.windows import STEP_TOKENS, Windowed, window_blocks, windowed
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import computes_linear_attention
@@ -88,6 +88,9 @@ class KvLayers:
     window_token_bytes: int = 0
     """Of one token in one of those, if that is not `token_bytes`. One of the two is a multiple of
     the other."""
+    encoded: int = 0
+    """Tokens that an encoder makes, if as many layers as keep keys and values of a request's tokens
+    keep those of these, too."""
 
     @property
     def all_token_bytes(self) -> int:
@@ -99,10 +102,6 @@ class KvLayers:
     def windowed_token_bytes(self) -> int:
         """How much of that is of layers that attend to a window."""
         return self.windowed * (self.window_token_bytes or self.token_bytes)
-
-    encoded: int = 0
-    """Tokens that an encoder makes, if as many layers as keep keys and values of a request's tokens
-    keep those of these, too."""
 
     def share(self, ranks: int) -> KvLayers:
         """What one of several ranks keeps, at least. Layers keep as much as each other."""
@@ -256,7 +255,7 @@ def _kinds(config: ModelConfig) -> list[str] | None:
     full = config.get("full_attn_idxs")
     if isinstance(full, list) and config.get("layer_types") is None:  # LFM2
         number = config.integer("num_hidden_layers")
-        kinds = ["conv"] * min(number, _MOST_LAYERS)
+        kinds = ["conv"] * min(number, MOST_LAYERS)
         for layer in full:
             if isinstance(layer, int) and 0 <= layer < len(kinds):
                 kinds[layer] = "full_attention"
@@ -293,7 +292,6 @@ def _counts(config: ModelConfig) -> tuple[int, int]:
 
 
 _STATES: Final = frozenset({"mamba", "conv", "linear_attention", "hybrid"})
-_MOST_LAYERS: Final = 1 << 12
 
 
 def _length(values: dict[str, Any], key: str) -> int:

@@ -24,6 +24,10 @@ VLLM_NAMES: Final = {
 _MISTRAL_CONFIG: Final = "params.json"
 MOST: Final = 1 << 40
 """No number that a model is made of is as large."""
+MOST_LAYERS: Final = 1 << 12
+"""No model has as many layers."""
+ANOTHER: Final = "take a model of another family: docs/models.md lists those that are served"
+"""The remedy where nothing about a checkpoint could be changed."""
 
 
 class ModelType(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from appliance.checkpoints.model_config import ModelConfig
+from appliance.checkpoints.model_config import ANOTHER, ModelConfig
 
 _VALUES: Final[Mapping[str, Mapping[str, bool]]] = {
     "bloom": {"tie_word_embeddings": True},
@@ -33,7 +33,7 @@ def what_lacks(config: ModelConfig) -> tuple[str, str] | None:
             return (
                 f"vLLM computes {name} with {key} = {str(needed).lower()} only, which config.json "
                 "does not have",
-                "take a model of another family: docs/models.md lists those that are served",
+                ANOTHER,
             )
     for key in _SIZES.get(config.model_type, ()):
         if config.get(key) is None:

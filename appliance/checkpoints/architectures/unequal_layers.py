@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig
+from appliance.checkpoints.model_config import CONFIG, MOST, MOST_LAYERS, ModelConfig
 from appliance.checkpoints.safetensors import TensorEntry
 from appliance.checkpoints.windows import usual_period
 from appliance.errors import CheckpointError
@@ -26,7 +26,6 @@ _NUMBER: Final = "num_key_value_heads"
 _SIZE: Final = "head_dim"
 _DIGITS: Final = 9
 """No layer has a number as long."""
-_MOST_LAYERS: Final = 1 << 12
 _KEYS: Final = ".k_proj.weight"
 _VALUES: Final = ".v_proj.weight"
 _KEPT: Final = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.")
@@ -69,7 +68,7 @@ def _all_kinds(config: ModelConfig, listed: list[str] | None, layers: int) -> li
     file says."""
     if listed is None:
         period = usual_period(config.model_type)
-        numbers = range(1, min(layers, _MOST_LAYERS) + 1)
+        numbers = range(1, min(layers, MOST_LAYERS) + 1)
         listed = [_SLIDING if number % period else _FULL for number in numbers]
     if len(listed) != layers or not {_FULL, _SLIDING}.issuperset(listed):
         raise CheckpointError(
