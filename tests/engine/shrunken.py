@@ -284,8 +284,9 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     elif small["architectures"][0] in _CLASSES:
         _write_architectures(path / "config.json", small["architectures"])
     if known in {"gemma4", "gemma4_text"}:  # so many that a test meets some
-        suppressed = {"suppress_tokens": list(range(0, VOCAB, NEVER_SAID))}
-        (path / "generation_config.json").write_text(json.dumps(suppressed))
+        suppressed = list(range(0, VOCAB, NEVER_SAID))
+        settings = {"eos_token_id": EOS, "suppress_tokens": suppressed}
+        (path / "generation_config.json").write_text(json.dumps(settings))
     if small.get("text_config", {}).get("model_type") in TRANSPOSED_EXPERTS:
         _transpose_experts(path / "model.safetensors")
     if "num_kv_shared_layers" in small.get("text_config", small):
