@@ -453,6 +453,7 @@ def _prepared_images(config: Config) -> str:
             ranks,
             [one.path for one in model.adapters],
             adapter_room(model),
+            model.embedding_task,
         )
         for model in config.models
         for rank in range(ranks)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from appliance.checkpoints import kv_layers
+from appliance.checkpoints.architectures import task_adapters
 from appliance.checkpoints.architectures.suppressed_tokens import suppressed_tokens
 from appliance.checkpoints.architectures.unequal_layers import (
     is_of_sharing_layer,
@@ -167,6 +168,8 @@ def read_checkpoint(
     tensors = [tensor for header in headers for tensor in header.tensors]
     if wrong := quantization.why_not_tensors(config, tensors):
         raise UnsupportedModel(f"{path}: {wrong}", BF16)
+    if wrong := task_adapters.why_not_tensors(config, tensors):
+        raise UnsupportedModel(f"{path}: {wrong}", "take another copy of the checkpoint")
     kept = _kept(config, tensors)
     own_task = read_task(path, task)
     weight_bytes = _weight_bytes(config, kept, resolved, own_task, cuda=cuda)
@@ -290,6 +293,7 @@ def _kept(config: ModelConfig, tensors: Sequence[TensorEntry]) -> list[TensorEnt
         if not (
             _is_left_out(tensor, layers)
             or tensor.name in unused
+            or task_adapters.is_adapter(tensor.name)
             or is_of_sharing_layer(tensor.name, own)
         )
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from appliance.checkpoints.architectures import encoders
+from appliance.checkpoints.architectures import encoders, mistral_large
 from appliance.checkpoints.architectures.required_keys import what_lacks
 from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS, why_not_served
 from appliance.checkpoints.architectures.unequal_layers import TWO_SIZES, UNEQUAL
@@ -71,6 +71,7 @@ TRIED: Final = frozenset(
         "MiniCPM3ForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
+        "MistralLarge3ForCausalLM",
         "MixtralForCausalLM",
         "NemotronForCausalLM",
         "NemotronHForCausalLM",
@@ -356,8 +357,8 @@ def _settings(config: ModelConfig) -> _Found:
     name = config.architecture
     if wrong := encoders.why_not(config):
         return wrong, ANOTHER
-    if name == encoders.NOMIC or name in encoders.GTE:  # they have rotary ones
-        return None
+    if name == encoders.NOMIC or name in encoders.GTE or encoders.is_jina(config):
+        return None  # they have rotary ones
     positions = config.get("position_embedding_type")
     if positions is None and name == "XLMRobertaModel":
         return (
@@ -432,4 +433,5 @@ _CHECKS: Final[tuple[Callable[[ModelConfig], _Found], ...]] = (
     _pools,
     _unequal,
     what_lacks,
+    mistral_large.what_lacks,
 )

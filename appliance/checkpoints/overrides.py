@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from appliance.checkpoints.architectures.encoders import NOMIC
+from appliance.checkpoints.architectures.encoders import JINA, NOMIC, ROTARY
 from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import VLLM_NAMES
 from appliance.checkpoints.quantized import quantization
@@ -53,6 +53,14 @@ def _rename(config: Any) -> None:
         config.num_attention_heads = config.n_head
         config.head_dim = config.n_embd // config.n_head
         config.rope_parameters = {"rope_type": "default", "rope_theta": config.rotary_emb_base}
+    if JINA in config.architectures and getattr(config, "position_embedding_type", "") == ROTARY:
+        config.rope_parameters = {"rope_type": "default", "rope_theta": config.rotary_emb_base}
+        if (kind := type(config)).__name__ != _FLASH:
+            config.__class__ = type(_FLASH, (kind,), {})
+
+
+_FLASH: Final = "XLMRobertaFlashConfig"
+"""The class of Jina's own code, by whose name vLLM knows rotary models. That code is never run."""
 
 
 def whole_config(config: Any) -> Any:

@@ -142,6 +142,7 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("context", f"{facts['max_context_tokens']} tokens"),
         ("computed in", facts["dtype"]),
         ("weights", _weights(facts)),
+        *([("task", facts["embedding_task"])] * bool(facts.get("embedding_task"))),
         ("KV per token", human(facts["kv_bytes_per_token"])),
         *(
             [(_kept(facts), f"{human(facts['state_bytes'])} of each request")]

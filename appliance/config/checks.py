@@ -13,6 +13,7 @@ from typing import Final
 
 from appliance.access.keys import KeyFile
 from appliance.checkpoints.adapters import MAX_ADAPTERS, UnsupportedAdapter, full_name
+from appliance.checkpoints.architectures.task_adapters import TaskRefused, served_task
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.draft_heads import UnsupportedHead
 from appliance.checkpoints.drafts import IN_A_FOLDER, METHODS, NGRAM, OTHERWISE, check_drafts
@@ -296,11 +297,14 @@ def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: Pro
         try:
             task = check_task(entry.path, model.task)
             check_pooler(entry.path, task, model.pooler_config.chosen)
+            served_task(read_model_config(entry.path), model.embedding_task)
         except CheckpointError as error:
             report.add(("model", index, "task"), str(error), "take another checkpoint, or task")
         except PoolerRefused as error:
             at = ("model", index, "pooler_config", error.key)
             report.add(at, error.wrong, error.remedy)
+        except TaskRefused as error:
+            report.add(("model", index, "embedding_task"), error.wrong, error.remedy)
 
 
 def _check_speculate(models: tuple[Model, ...], report: ProblemReport) -> None:

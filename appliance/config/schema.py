@@ -706,6 +706,14 @@ class Model(Section, kw_only=True):
             "`--pooler-config` (docs/embeddings.md). What is left out is as its checkpoint says."
         ),
     ] = Pooler()
+    embedding_task: Annotated[
+        str,
+        Meta(
+            description="Of a checkpoint with an adapter for each task (Jina's embeddings v3), the "
+            'task that it embeds for, such as `retrieval.query`; "" for the last one that '
+            "config.json lists, as with vLLM (docs/embeddings.md).",
+        ),
+    ] = ""
     images: Annotated[
         int,
         Meta(

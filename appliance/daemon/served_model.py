@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from appliance.checkpoints.adapters import full_name
+from appliance.checkpoints.architectures.task_adapters import served_task
 from appliance.checkpoints.checkpoint import CatalogEntry
+from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.task import check_pooler, check_task
 from appliance.config.schema import Model
 from appliance.config.schema import SloTable as ConfiguredSlo
@@ -33,6 +35,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
     multiplied: str = ""
+    embedding_task: str = ""
     hidden: frozenset[str] = frozenset()
     """Adapters that clients may not ask for: those that come, and those that leave."""
 
@@ -43,6 +46,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             architecture=self.architecture,
             dtype=self.dtype,
             multiplied=self.multiplied,
+            embedding_task=self.embedding_task,
             parameters=self.parameters,
             weight_bytes=self.spec.weight_bytes,
             kv_bytes_per_token=self.kv_bytes_per_token,
@@ -80,6 +84,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             max_logprobs=self.worker.max_logprobs,
             return_tokens_as_token_ids=self.return_tokens_as_token_ids,
             pooler_config=self.worker.pooler_config or {},
+            embedding_task=self.embedding_task,
             images=self.worker.images,
             adapters=self.adapters,
             takes_adapters=bool(self.worker.adapters or self.worker.adapter_room),
@@ -89,7 +94,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
     """The model as the daemon serves it.
 
-    Raises `CheckpointError` for what it cannot be for, and `PoolerRefused`.
+    Raises `CheckpointError` for what it cannot be for, `PoolerRefused` and `TaskRefused`.
     """
     terms = terms_of(model)
     task = check_task(entry.path, model.task)
@@ -121,6 +126,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             adapters=adapter_places(model),
             adapter_room=adapter_room(model),
             speculation=model.speculate.chosen,
+            embedding_task=model.embedding_task,
         ),
         created=entry.created,
         tool_parser=model.tool_parser or None,
@@ -133,6 +139,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
         kv_bytes_per_token=entry.kv_bytes_per_token,
         state_bytes=entry.state_bytes,
         multiplied=entry.multiplied,
+        embedding_task=served_task(read_model_config(entry.path), model.embedding_task),
     )
 
 

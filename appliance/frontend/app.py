@@ -302,7 +302,8 @@ class FrontEnd:
                 sent = _images(call, path, fields, model)
                 check_counts(call, path, fields, model, sent)
                 reasons = model.reasoning_parser is not None
-                body = self._check(call, path, fields, body, reasons=reasons)
+                task = model.embedding_task
+                body = self._check(call, path, fields, body, reasons=reasons, embedding_task=task)
                 if asked is None:
                     body = _naming(model.name, body)
                 state = await self._state(call, model)
@@ -384,15 +385,16 @@ class FrontEnd:
             raise Refuse(refused(call, 404, code, message, name))
 
     def _check(
-        self, call: Call, path: str, fields: Fields | None, body: bytes, *, reasons: bool
+        self, call: Call, path: str, fields: Fields | None, body: bytes, **known: Any
     ) -> bytes:
         """The body that is to be read in place of `body`; what is ignored of it is named in the
-        call's headers. Raises `Refuse` for what would change the answer."""
+        call's headers. What is `known` of the model is as `check` has it. Raises `Refuse` for what
+        would change the answer."""
         if fields is None:
             return body
         raw = {name: one for name, one in fields.items() if isinstance(one, msgspec.Raw)}
         try:
-            checked = check(path, raw, strict=self._welcome.strict, reasons=reasons)
+            checked = check(path, raw, strict=self._welcome.strict, **known)
         except ApiError as error:
             raise Refuse(as_refused(error, call.number)) from error
         if checked.header:

@@ -144,6 +144,8 @@ _RESPONSES_REFUSED: Final = {
         "conversations are not kept; use previous_response_id, or send input"
     ),
 }
+_TASK: Final = "task"
+"""In Jina's API: what a text is embedded for."""
 _OLLAMA_HINTS: Final[dict[str, tuple[object, ...]]] = {"keep_alive": (), "shift": ()}
 _OLLAMA: Final[dict[str, type[msgspec.Struct]]] = {
     "/api/chat": ChatBody,
@@ -154,12 +156,18 @@ _OLLAMA: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 def check(
-    path: str, body: Mapping[str, msgspec.Raw], *, strict: bool, reasons: bool = True
+    path: str,
+    body: Mapping[str, msgspec.Raw],
+    *,
+    strict: bool,
+    reasons: bool = True,
+    embedding_task: str = "",
 ) -> Checked:
     """What of `body`, the decoded body of a POST to `path`, is ignored and rewritten.
 
-    `reasons` says whether its model thinks before it answers. Raises `BadRequest`, with `param`,
-    for what would change the answer, and under `strict` for what is not known.
+    `reasons` says whether its model thinks before it answers, `embedding_task` which of several
+    tasks it embeds for. Raises `BadRequest`, with `param`, for what would change the answer, and
+    under `strict` for what is not known.
     """
     rules = table().get(path)
     if rules is None:
@@ -179,6 +187,14 @@ def check(
             if not _is_one_of(raw, refusal.allowed):
                 raise BadRequest(
                     f"{name}: not supported: {refusal.remedy}", name, "unsupported_field"
+                )
+        elif name == _TASK and embedding_task and name not in rules.obeyed:
+            if not _is_one_of(raw, (embedding_task,)):
+                raise BadRequest(
+                    f"{name}: this model embeds for {embedding_task}; ask for the model that "
+                    "embeds for another task, if there is one, or remove it",
+                    name,
+                    "unsupported_field",
                 )
         elif name not in rules.obeyed:
             if strict:

@@ -62,6 +62,8 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them. Of a model that pools,
     `task` is one of them."""
 
+    embedding_task: str = ""
+    """Of several tasks that its checkpoint has adapters for, the one that it embeds for."""
     images: int = 0
     """The most of a prompt; 0: the model is served for text only."""
     adapters: tuple[ModelName, ...] = ()

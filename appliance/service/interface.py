@@ -357,6 +357,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     multiplied: str = ""
     """The method of weights that take the memory of `dtype`, though they are stored in less:
     ``mxfp4``, say. Empty for others."""
+    embedding_task: str = ""
+    """The task of whose adapter it computes with: ``text-matching``, say. Empty for models whose
+    checkpoints have none of tasks."""
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int

@@ -131,6 +131,7 @@ def _builder(
             adapter_room=model.adapter_room,
             speculation=model.speculation,
             encoded=encoded,
+            embedding_task=model.embedding_task,
         )
 
     return build

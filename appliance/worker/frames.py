@@ -44,6 +44,8 @@ class WorkerModel(msgspec.Struct, frozen=True):
     """For adapters that come later, if any may."""
     speculation: Speculation | None = None
     """How tokens are drafted, if they are."""
+    embedding_task: str = ""
+    """Of adapters that a checkpoint has of tasks, the one that is added; empty: as vLLM does it."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):

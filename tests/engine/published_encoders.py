@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ RENAMED: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "gte-base-en-v1.5": (),
     "gte-multilingual-base": ((r"^", "new."), (r"^new.classifier", "classifier")),
     "gte-multilingual-reranker-base": ((r"^gte\.", "new."),),
+    "jina-embeddings-v3": ((r"^", "roberta."),),
     "jina-reranker-v2-base-multilingual": _FLASH,
     "nomic-embed-text-v1.5": (),
     "nomic-embed-text-v2-moe": ((r"\.mixer\.", ".attn."),),
@@ -49,14 +52,23 @@ class PublishedEncoder(NamedTuple):
     model: nn.Module
     mean: bool
     """Whether it pools by the mean instead of the first token."""
+    tasks: Mapping[str, nn.Module] = {}
+    """Of a checkpoint with adapters of tasks: by task, the same with its adapter added."""
 
     def pooled(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The vector of each prompt, or its score."""
+        return self._pooled(self.model, prompts)
+
+    def pooled_for(self, task: str, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The same with the adapter of a task."""
+        return self._pooled(self.tasks[task], prompts)
+
+    def _pooled(self, model: nn.Module, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         found = []
         for prompt in prompts:
             tokens = torch.tensor([prompt])
             with torch.no_grad():
-                out = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+                out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
             if "logits" in out:
                 found.append(torch.sigmoid(out.logits[0]).tolist())
                 continue
@@ -91,13 +103,44 @@ def make_published(folder: Path, name: str, config: dict[str, Any]) -> Published
         tensors["classifier.weight"] = [torch.ones(1, HIDDEN)]
         tensors["new.pooler.dense.bias"] = [torch.ones(HIDDEN)]
     joined = {written: torch.cat(found) for written, found in tensors.items()}
+    tasks = _add_adapters(path, small, joined) if "lora_adaptations" in small else {}
     save_file(joined, file, metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(small))
     save_tokenizer(path)
-    mean = small["model_type"] == "nomic_bert"
+    mean = small["model_type"] == "nomic_bert" or bool(tasks)
     if mean:
         write_modules(path, "mean_tokens")
-    return PublishedEncoder(str(path), model, mean)
+    return PublishedEncoder(str(path), tasks.get(next(reversed(tasks), ""), model), mean, tasks)
+
+
+def _add_adapters(
+    path: Path, small: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, nn.Module]:
+    """Give each matrix an adapter of each task, as Jina's files have them; transformers' models
+    with the sums, which Jina's code computes so (`modeling_lora.py`), by task."""
+    import transformers
+    from safetensors.torch import save_file
+
+    tasks, rank, scale = small["lora_adaptations"], small["lora_rank"], small["lora_alpha"]
+    sums = [dict(tensors) for _ in tasks]
+    for name, matrix in [(name, t) for name, t in tensors.items() if t.dim() == 2]:
+        rows, columns = matrix.shape
+        first, second = torch.randn(len(tasks), rows, rank), torch.randn(len(tasks), rank, columns)
+        first, second = 0.3 * first, 0.3 * second
+        for number, own in enumerate(sums):
+            own[name] = matrix + scale / rank * (first[number] @ second[number])
+        stem = name.removesuffix(".weight") + ".parametrizations.weight"
+        a, b = (first, second) if "embeddings" in name else (second, first)
+        tensors |= {f"{stem}.original": matrix, f"{stem}.0.lora_A": a, f"{stem}.0.lora_B": b}
+        del tensors[name]
+    made = {}
+    for task, own in zip(tasks, sums, strict=True):
+        named = {name.removeprefix("roberta."): tensor for name, tensor in own.items()}
+        with TemporaryDirectory() as folder:
+            shutil.copy(path / "config.json", folder)
+            save_file(named, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+            made[task] = transformers.AutoModel.from_pretrained(folder).eval()
+    return made
 
 
 def _rank(name: str) -> str:
@@ -126,18 +169,21 @@ def _model(small: dict[str, Any]) -> Any:
         config = transformers.XLMRobertaConfig(**sizes)
         return transformers.XLMRobertaForSequenceClassification(config)
     sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
-    if small["model_type"] != "nomic_bert":
+    if small["model_type"] not in ("nomic_bert", "xlm-roberta"):
         scores = "ForSequenceClassification" in small["architectures"][0]
         kind = transformers.GteForSequenceClassification if scores else transformers.GteModel
         model = kind(transformers.GteConfig(**sizes))
         if small["rope_scaling"]:
             _scale(model, theta, small["rope_scaling"]["factor"])
         return model
-    if "num_experts" not in small:
+    if "num_experts" not in small and "lora_adaptations" not in small:
         return transformers.NomicBertModel(transformers.NomicBertConfig(**sizes))
-    # Jina's is the same model, before experts are put into every other layer.
+    # Jina's is the same model as Nomic's, before experts are put into every other layer.
     config = transformers.JinaEmbeddingsV3Config(**sizes)
-    model = transformers.JinaEmbeddingsV3Model(config, add_pooling_layer=False)
+    adapted = "lora_adaptations" in small
+    model = transformers.JinaEmbeddingsV3Model(config, add_pooling_layer=adapted)
+    if adapted:
+        return model
     model.layers[1].mlp = _Experts(small["moe_top_k"])
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,21 +72,49 @@ _SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
 """Types that transformers has under another name only."""
 _CLASSES: Final = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
-"""Architectures that transformers spells otherwise by now."""
+"""Architectures that transformers spells otherwise by now, or has under another name."""
+_MISTRAL: Final = (
+    (r"^model\.", ""),
+    (r"^embed_tokens\.", "tok_embeddings."),
+    (r"^lm_head\.", "output."),
+    (r"\.input_layernorm\.", ".attention_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.(q|kv)_a_layernorm\.", r".attention.\1_a_norm."),
+    (r"\.self_attn\.kv_a_proj_with_mqa\.", ".attention.wkv_a_with_mqa."),
+    (r"\.self_attn\.(q_a|q_b|kv_b|o)_proj\.", r".attention.w\1."),
+    (r"\.mlp\.(experts|shared_experts|gate)\.", r".\1."),
+    (r"\.mlp\.", ".feed_forward."),
+    (r"\.gate_proj\.", ".w1."),
+    (r"\.down_proj\.", ".w2."),
+    (r"\.up_proj\.", ".w3."),
+)
+"""What Mistral's files call tensors of DeepSeek V3: patterns and replacements, in their order."""
 _PATTERN: Final = "M*-"
 """A layer of each kind: Mamba, attention, and neither."""
 _BLOCKS: Final = ["mamba", "hybrid", "mamba", "hybrid", "hybrid"]
 """Those with attention take turns with two sets of its weights."""
 _NORMS: Final = ("norm", ".ln_attn.", ".ln_mlp.")
 """In names of weights that stay as they are."""
-_OWN: Final[dict[str, dict[str, int]]] = {
+_OWN: Final[dict[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": {
         "attention_head_dim": HEAD_DIM,
         "moe_intermediate_size": 2 * HIDDEN,
         "moe_topk": 2,
         "num_shared_expert": 1,
+    },
+    # A layer of linear attention without experts, one with them, and one of full attention.
+    "kimi_linear": {
+        "num_experts_per_token": 2,
+        "linear_attn_config": {
+            "kda_layers": [1, 2],
+            "full_attn_layers": [3],
+            "head_dim": HEAD_DIM,
+            "num_heads": HEADS,
+            "short_conv_kernel_size": 4,
+        },
     },
     "longcat_flash": {
         "expert_ffn_hidden_size": HIDDEN // 2,
@@ -196,6 +225,8 @@ def _shrink(part: dict[str, Any]) -> None:
     part.update(_OWN.get(part.get("model_type", ""), {}))
     if "num_kv_shared_layers" in given:
         _shrink_unequal(part)
+    if "llama_4_scaling" in given:  # so that queries of prompts are scaled
+        part["llama_4_scaling"]["original_max_position_embeddings"] = 2 * WINDOW // 3
     for key in _PERIODIC:
         if key in given:
             part[key] = part[key][:layers]
@@ -237,6 +268,8 @@ def _layers(part: dict[str, Any]) -> int:
         return len(_PATTERN)
     if "layers_block_type" in part:
         return len(_BLOCKS)
+    if "linear_attn_config" in part:
+        return 3
     if "full_attention_interval" in part:
         return int(part["full_attention_interval"])
     if part.get("model_type") == "llama4_text":  # the last has no rotary embeddings
@@ -283,16 +316,34 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
         (path / "config.json").write_text(as_published)
     elif small["architectures"][0] in _CLASSES:
         _write_architectures(path / "config.json", small["architectures"])
+    if "MistralLarge3ForCausalLM" in small["architectures"]:
+        (path / "config.json").write_text(as_published)
+        _name_as_mistral(path / "model.safetensors")
     if known in {"gemma4", "gemma4_text"}:  # so many that a test meets some
         suppressed = list(range(0, VOCAB, NEVER_SAID))
         settings = {"eos_token_id": EOS, "suppress_tokens": suppressed}
         (path / "generation_config.json").write_text(json.dumps(settings))
+    if known == "kimi_linear":
+        _rename(path / "model.safetensors", "layers.0.block_sparse_moe.", "layers.0.mlp.")
     if small.get("text_config", {}).get("model_type") in TRANSPOSED_EXPERTS:
         _transpose_experts(path / "model.safetensors")
     if "num_kv_shared_layers" in small.get("text_config", small):
         _add_published(path / "model.safetensors", small)
     save_tokenizer(path)
     return str(path)
+
+
+def _name_as_mistral(file: Path) -> None:
+    """Without biases of a router, which Mistral's has not."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        for pattern, replacement in _MISTRAL:
+            name = re.sub(pattern, replacement, name)
+        if not name.endswith("e_score_correction_bias"):
+            tensors[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _write_architectures(file: Path, architectures: list[str]) -> None:
@@ -321,6 +372,14 @@ def _add_published(file: Path, small: dict[str, Any]) -> None:
         }
         for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"):
             tensors[f"model.{part}.weight"] = torch.ones(VOCAB, HIDDEN)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _rename(file: Path, old: str, new: str) -> None:
+    """Give tensors the names of published files, where transformers writes others."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name.replace(old, new): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
 
 

@@ -213,6 +213,20 @@ def test_what_would_change_the_answer_is_refused(
     assert refused.value.body.error.message.startswith(f"{name}: ")
 
 
+@pytest.mark.parametrize("task", ["retrieval.passage", "none", 5])
+def test_another_task_than_that_of_a_model_is_refused(task: object) -> None:
+    """Its own is what happens anyway; a model without tasks does not know the field."""
+    sent = {"task": task}
+    own = msgspec.json.encode(LEAST[EMBED] | {"task": "retrieval.query"})
+    body = msgspec.json.decode(own, type=dict[str, msgspec.Raw])
+    other = body | {"task": msgspec.Raw(msgspec.json.encode(task))}
+
+    assert check(EMBED, body, strict=True, embedding_task="retrieval.query").ignored == ()
+    with pytest.raises(BadRequest, match=r"embeds for retrieval.query; ask for the model that"):
+        check(EMBED, other, strict=False, embedding_task="retrieval.query")
+    assert asked(EMBED, sent)[0].ignored == ("task",)
+
+
 # --- what is not known ---------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     max_loras: int | _Unset = msgspec.UNSET
     max_lora_rank: int | _Unset = msgspec.UNSET
     pooler_config: dict[str, str | int | float | bool] | _Unset = msgspec.UNSET
+    embedding_task: str | _Unset = msgspec.UNSET
     speculate: dict[str, str | int] | _Unset = msgspec.UNSET
     task: str | _Unset = msgspec.UNSET
     images: int | _Unset = msgspec.UNSET

@@ -1,5 +1,5 @@
-"""What a ``config.json`` may say of encoders with rotary embeddings: Nomic's, and GTE as it was
-before ModernBERT. Jina's are refused: they have an adapter for each task.
+"""What a ``config.json`` may say of encoders with rotary embeddings: Nomic's, GTE as it was before
+ModernBERT, and Jina's embeddings v3.
 
 Published files come with code of their own, which is never run, and which computes some settings
 that vLLM's layers do not know, or take for others.
@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from appliance.checkpoints.architectures import task_adapters
 from appliance.checkpoints.model_config import ModelConfig
 
 GTE: Final = frozenset({"GteModel", "GteNewForSequenceClassification", "GteNewModel"})
 NOMIC: Final = "NomicBertModel"
+JINA: Final = "XLMRobertaModel"
+"""With rotary embeddings; most models of this architecture have absolute positions."""
+ROTARY: Final = "rotary"
+"""How Jina's files say it (`position_embedding_type`)."""
 
 _Settings = Mapping[str, tuple[Any, ...]]
 """By key, the values that are computed; None among them if a file may leave the key out."""
@@ -46,6 +51,17 @@ _NOMIC_EXPERTS: Final[_Settings] = {
     "moe_normalize_expert_weights": (False, None),
     "num_shared_experts": (0, None),
 }
+_JINA: Final[_Settings] = {
+    "hidden_act": ("gelu", None),
+    "load_trained_adapters": (True,),
+    "rope_parameters": (None,),
+    "rope_scaling": (None,),
+    "rotary_emb_dim": (None,),
+    "rotary_emb_fraction": (1.0, None),
+    "rotary_emb_interleaved": (False, None),
+    "rotary_emb_scale_base": (None,),
+    "truncate_dim": (None,),
+}
 _TWO_TEXTS: Final[_Settings] = {"type_vocab_size": (0, 1)}
 """vLLM does not give the second text of a pair another type."""
 _NEEDED: Final = (
@@ -65,21 +81,27 @@ _NEEDED: Final = (
 _NEEDED_OF_EXPERTS: Final = ("moe_top_k", "num_experts")
 _NEEDED_OF_GTE: Final = ("max_position_embeddings", "rope_theta")
 """What transformers would take defaults of its own for. The second may be in `rope_parameters`."""
+_NEEDED_OF_JINA: Final = ("max_position_embeddings", "rotary_emb_base", task_adapters.KEY)
 _NUMBERS: Final = frozenset(
-    {"n_embd", "n_head", "n_inner", "n_layer", *_NEEDED_OF_EXPERTS, *_NEEDED_OF_GTE}
+    {
+        *("n_embd", "n_head", "n_inner", "n_layer"),
+        *("rotary_emb_base", *_NEEDED_OF_EXPERTS, *_NEEDED_OF_GTE),
+    }
 )
 """Keys that are never null: for `n_inner`, the published code would then take a multiple of the
 hidden size."""
+_BASES: Final = frozenset({"rope_theta", "rotary_emb_base"})
+"""Of rotary embeddings: these may have decimals."""
 
 
 def why_not(config: ModelConfig) -> str:
     """What such a file says that is not computed; empty for what is, and for other models."""
     name = config.architecture
-    if config.get("lora_adaptations"):
-        return (
-            f"vLLM would multiply adapters of its tasks into the weights of {name} while it loads "
-            "them, which is not supported yet"
-        )
+    if config.get(task_adapters.KEY) and not is_jina(config):
+        return f"{name} has adapters of tasks: only {JINA} with {ROTARY} embeddings is served so"
+    if is_jina(config):
+        wrong = _missing(config, _NEEDED_OF_JINA) or _other(config, _JINA)
+        return wrong or task_adapters.why_not(config)
     if name in GTE:
         pairs = _TWO_TEXTS if name.endswith("ForSequenceClassification") else {}
         return (
@@ -96,6 +118,11 @@ def why_not(config: ModelConfig) -> str:
     return _other(config, {**_NOMIC, **(_NOMIC_EXPERTS if experts else {})})
 
 
+def is_jina(config: ModelConfig) -> bool:
+    """Whether it is one of Jina's encoders with rotary embeddings."""
+    return config.architecture == JINA and config.get("position_embedding_type") == ROTARY
+
+
 def _missing(config: ModelConfig, needed: Sequence[str]) -> str:
     """What the file itself does not say."""
     rope = config.whole.get("rope_parameters")
@@ -104,7 +131,7 @@ def _missing(config: ModelConfig, needed: Sequence[str]) -> str:
         if key not in said:
             return f"it does not say {key}, which vLLM needs"
         value = said[key]
-        kinds = (int, float) if key == "rope_theta" else (int,)
+        kinds = (int, float) if key in _BASES else (int,)
         if key in _NUMBERS and (type(value) not in kinds or value <= 0):
             kind = "number" if float in kinds else "integer"
             return f"{key} of {config.architecture} is {value!r}, not a positive {kind}"

@@ -195,6 +195,7 @@ class VllmEngine:
         adapter_room: AdapterRoom | None = None,
         speculation: Speculation | None = None,
         encoded: bool = False,
+        embedding_task: str = "",
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
@@ -202,20 +203,18 @@ class VllmEngine:
         a request in tokens; `max_batch` bounds the requests of a step. With `verify`, files are
         compared with their ``SHA256SUMS``, if any, when they are first read. One of several `ranks`
         (`executor.join_group`) has its shard. `images` keep packed weights. A prompt has up to
-        `prompt_images`. Other `adapters` may come to `adapter_room`. Raises `CheckpointError` for
-        damaged files, `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, what vLLM raises.
+        `prompt_images`. Other `adapters` may come to `adapter_room`; that of `embedding_task` is
+        the checkpoint's own. Raises `CheckpointError` for damaged files, `TaskRefused`,
+        `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, what vLLM raises.
         """
         check_seams()
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
-        headers = _headers(checkpoint, task, prompt_images)
+        headers = _headers(checkpoint, task, prompt_images, speculation)
         lora = BaseAdapters.read(checkpoint, adapters, adapter_room, task, ranks, where)
-        shelf = images.shelf(path, dtype, ranks, adapters, adapter_room) if images else None
-        config = _configure(
-            ranks,
-            checkpoint,
-            task,
-            where,
-            prompt_images,
+        kept_as = (path, dtype, ranks, adapters, adapter_room, embedding_task)
+        shelf = images.shelf(*kept_as) if images else None
+        configure = partial(_configure, ranks, checkpoint, task, where, prompt_images)
+        config = configure(
             dtype=dtype,
             max_model_len=max_context,
             max_num_seqs=max_batch,
@@ -223,14 +222,14 @@ class VllmEngine:
             **engine_args(task, pooler_config or {}) | lora_arguments(lora.stacks),
             **draft_args(speculation, checkpoint, task, where, ranks, prompt_images, lora.stacks),
         )
-        with recording(*headers, head_files(speculation), lora.adapters, lora.stacks) as recorded:
+        with recording(*headers, lora.adapters, lora.stacks, embedding_task) as recorded:
             placed = (model, recorded, arena, host, swapper, where, shelf, verify, encoded)
             place = partial(PlacedWeights.place, *placed)
             read = _media_of(checkpoint, config, prompt_images)
             kv = KvPlacement(arena, f"kv:{model}", max_context, where, place, *read)
-            others = (kv, host, swapper, task, reasoning_parser, lora)
             with placing(kv):
-                return cls(model, _start(config, ranks), *others)
+                core = _start(config, ranks)
+                return cls(model, core, kv, host, swapper, task, reasoning_parser, lora)
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -613,16 +612,16 @@ def _configure(
 
 
 def _headers(
-    checkpoint: ModelConfig, task: Task, images: int
-) -> tuple[list[WeightFile], list[WeightFile]]:
-    """Of a checkpoint's files, with the tensors that are loaded, and of those of dense layers
-    behind the pooling."""
+    checkpoint: ModelConfig, task: Task, images: int, speculation: Speculation | None
+) -> tuple[Sequence[WeightFile], Sequence[WeightFile], Sequence[WeightFile]]:
+    """Of a checkpoint's files, with the tensors that are loaded, of those of dense layers behind
+    the pooling, and of those of a head that drafts."""
     path, architecture = checkpoint.path, checkpoint.architecture
     files = [read_header(file) for file in weight_files(path)]
     if not images:
         files = [language_tensors(file, architecture) for file in files]
     dense = dense_files(path) if task is Task.EMBED else []
-    return files, [read_header(file) for file in dense]
+    return files, [read_header(file) for file in dense], head_files(speculation)
 
 
 def _media_of(checkpoint: ModelConfig, config: VllmConfig, most: int) -> tuple[int, int, int]:

@@ -106,12 +106,16 @@ def image_name(
     ranks: int,
     adapters: Iterable[str] = (),
     room: AdapterRoom | None = None,
+    embedding_task: str = "",
 ) -> str:
     """What the file of one rank's image is called, whatever is in it: one for each place. Paths of
-    `adapters` that are in it, too, make it another place, and so does `room` for others."""
+    `adapters` that are in it, too, make it another place, and so do `room` for others, and the task
+    of which it has the adapter."""
     parts = [checkpoint, dtype, rank, ranks, *adapters]
     if room is not None:
         parts.append([room.slots, room.rank])
+    if embedding_task:
+        parts.append({"embedding_task": embedding_task})
     place = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return f"{Path(checkpoint).name[:64]}-{place[:16]}{SUFFIX}"
 

@@ -66,11 +66,12 @@ class ImageFolder:
         ranks: int,
         adapters: Sequence[AdapterPlace] = (),
         room: AdapterRoom | None = None,
+        embedding_task: str = "",
     ) -> Shelf:
         """The place for the image of a model in a configured type, with the adapters that it begins
-        with and the room for others."""
+        with and the room for others, and with that of a task."""
         paths = [adapter.path for adapter in adapters]
-        name = image_name(checkpoint, dtype, self.rank, ranks, paths, room)
+        name = image_name(checkpoint, dtype, self.rank, ranks, paths, room, embedding_task)
         return Shelf(self.path / name, self.writer)
 
 

@@ -4,7 +4,8 @@ The image is cut in pieces, which several threads make in the order in which the
 
     as stored             read to its place
     another type, strided read to a buffer, converted (and multiplied, if it is of floats of 8
-                          bits, or of what products are made of), copied to its place
+                          bits, or of what products are made of, or added to the adapter of a
+                          task), copied to its place
     packed                either of the two to a buffer, packed, copied to its place
     quantized             the same for all tensors of a layer, which are converted together
 

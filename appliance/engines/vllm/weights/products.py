@@ -2,6 +2,7 @@
 
 experts.gate_up_proj_blocks, experts.gate_up_proj_scales  ->  experts.gate_up_proj
 q_proj.qweight, q_proj.qzeros, q_proj.scales              ->  q_proj.weight
+fc1.parametrizations.weight.original, ...0.lora_A and _B  ->  fc1.weight
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from appliance.checkpoints.architectures import task_adapters
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.quantized import floats, integers, microscaled, quantization
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
+from appliance.engines.vllm.weights import adapted
+from appliance.engines.vllm.weights.adapted import AdaptedOrigin
 from appliance.engines.vllm.weights.integers import DTYPE, IntegersOrigin, origin_of
 from appliance.engines.vllm.weights.microscaled import PRODUCTS, MicroscaledOrigin
 from appliance.errors import CheckpointError
@@ -26,18 +30,23 @@ class Product(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    origin: MicroscaledOrigin | IntegersOrigin
+    origin: MicroscaledOrigin | IntegersOrigin | AdaptedOrigin
     transposed: bool
 
 
-def find_products(files: Sequence[WeightFile]) -> dict[str, Product | None]:
+def find_products(
+    files: Sequence[WeightFile], embedding_task: str = ""
+) -> dict[str, Product | None]:
     """The products that the checkpoint of these files is taken to have, by the name of the tensor
     in whose place each is; None for tensors that are not to be seen. Empty where weights are not
-    multiplied as they are read, or have their factors apart (`multiplied`).
+    multiplied as they are read, or have their factors apart (`multiplied`). Of a checkpoint with
+    adapters of tasks, `embedding_task` says which one is added.
 
-    Raises `CheckpointError` for a tensor that lacks what it is multiplied with.
+    Raises `CheckpointError` for a tensor that lacks what it is multiplied with, and `TaskRefused`.
     """
     known = {tensor.name: tensor for file in files for tensor in file.tensors}
+    if any(task_adapters.is_adapter(name) for name in known):
+        return _adapted(files, known, embedding_task)
     if all(tensor.dtype in _PLAIN for tensor in known.values()):
         return {}
     config = read_model_config(files[0].path.parent)
@@ -60,6 +69,28 @@ def find_products(files: Sequence[WeightFile]) -> dict[str, Product | None]:
 
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
+
+
+def _adapted(
+    files: Sequence[WeightFile], known: dict[str, TensorEntry], asked: str
+) -> dict[str, Product | None]:
+    config = read_model_config(files[0].path.parent)
+    if wrong := task_adapters.why_not_tensors(config, [*known.values()]):
+        raise CheckpointError(f"{config.path}: {wrong}")
+    if not (task := task_adapters.served_task(config, asked)):
+        return {}
+    number = task_adapters.tasks(config).index(task)
+    factor = task_adapters.factor(config)
+    numbers = {tensor.name: n for n, file in enumerate(files) for tensor in file.tensors}
+    products: dict[str, Product | None] = dict.fromkeys(
+        name for name in known if task_adapters.is_adapter(name)
+    )
+    for matrix in task_adapters.matrices(known.values()):
+        rows, columns = matrix.original.shape
+        origin = adapted.origin_of(matrix, number, factor, numbers)
+        made = Product(matrix.name, (rows, columns), adapted.dtype_of(matrix), origin, False)
+        products[matrix.original.name] = made
+    return products
 
 
 def _microscaled(

@@ -13,8 +13,10 @@ and transposed placeholders are views that say where they lie in their tensor:
 Copies of placeholders in another order (Llama 4's q and k) are views, too, of which it is noted
 where each begins. Zeros that vLLM makes (the bias of Whisper's keys) are written as such. One
 computation is known, ``-exp(x)`` of each number (`Origin.decays`), and quantized layers are
-converted as a whole (`LayerRecipe`). What computes anything else with a placeholder, or with a
-parameter, cannot be written down, and is an error that names it.
+converted as a whole (`LayerRecipe`). Tensors that are computed from several of the file's have
+placeholders of their own, and vLLM does not see what they are made of (`Origin.product`). What
+computes anything else with a placeholder, or with a parameter, cannot be written down, and is an
+error that names it.
 Afterwards a fill is nothing but reads (`appliance.engines.vllm.weights.loading`).
 """
 
@@ -42,6 +44,7 @@ from appliance.checkpoints.adapters import NO_STACKS, Adapter, AdapterStacks
 from appliance.checkpoints.language_models import TRANSPOSED_EXPERTS
 from appliance.checkpoints.quantized import floats
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
+from appliance.engines.vllm.weights.adapted import AdaptedOrigin
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
 from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
 from appliance.engines.vllm.weights.int8 import compute_as_stored
@@ -78,8 +81,8 @@ class Origin(NamedTuple):
     rates at which it decays (Mamba's A)."""
     factors: FactorsOrigin | None = None
     """What each number of the file is multiplied by, if they are floats of 8 bits."""
-    product: MicroscaledOrigin | IntegersOrigin | None = None
-    """Of products that are made of several tensors: how. `offset` is then where they would lie if
+    product: MicroscaledOrigin | IntegersOrigin | AdaptedOrigin | None = None
+    """Of numbers that are made of several tensors: how. `offset` is then where they would lie if
     they were stored one behind the other, `dtype` their type."""
     factor: float = 1.0
     """What each number is multiplied with, once it has the parameter's type (LoRA's B)."""
@@ -241,17 +244,19 @@ class RecipeRecording:
         head_files: Sequence[WeightFile] = (),
         adapters: Sequence[Adapter] = (),
         stacks: AdapterStacks = NO_STACKS,
+        embedding_task: str = "",
     ) -> None:
         """`dense_files` are those of dense layers behind the pooling, each in a folder;
         `head_files` those of a head that drafts, if it has a folder of its own. `stacks` are the
-        places of adapters, if there are any."""
+        places of adapters, if there are any. Of a checkpoint with adapters of tasks, that of
+        `embedding_task` is added to its matrices."""
         self.adapters = adapters
         self.stacks = stacks
         self.adapter_files = len(files) + len(dense_files) + len(head_files)
         """The number of the first adapter's file; the others follow."""
         adapter_files = [adapter.file for adapter in adapters]
         self.files = (*files, *dense_files, *head_files, *adapter_files)
-        self.recorder = _Recorder(find(files), find_products(files))
+        self.recorder = _Recorder(find(files), find_products(files, embedding_task))
         self._models_files = len(files)
         self._dense_end = len(files) + len(dense_files)
         self._loaded = False
@@ -394,9 +399,10 @@ def recording(
     head_files: Sequence[WeightFile] = (),
     adapters: Sequence[Adapter] = (),
     stacks: AdapterStacks = NO_STACKS,
+    embedding_task: str = "",
 ) -> Iterator[RecipeRecording]:
     """The engine built in this context reads no weights: its recipe is recorded instead."""
-    made = RecipeRecording(files, dense_files, head_files, adapters, stacks)
+    made = RecipeRecording(files, dense_files, head_files, adapters, stacks, embedding_task)
     token = _current.set(made)
     try:
         yield made
