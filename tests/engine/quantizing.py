@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from appliance.checkpoints.language_models import MEDIA
-from tests.configs import CONFIGS
+from tests.configs import CONFIGS, SPARSE
 from tests.engine.shrunken import make_shrunken
 
 if TYPE_CHECKING:
@@ -347,4 +347,4 @@ def make_plain(folder: Path, names: Iterable[str]) -> None:
 
 if __name__ == "__main__":
     for made in sys.argv[2:]:
-        make_shrunken(Path(sys.argv[1]), made, CONFIGS[made])
+        make_shrunken(Path(sys.argv[1]), made, {**CONFIGS, **SPARSE}[made])

@@ -1,0 +1,172 @@
+"""Small checkpoints of models that vLLM cannot compute on a CPU, and their weights alone: placed as
+an engine places them, and as plain vLLM holds them.
+
+What a model needs besides its weights to compute (kernels, a KV cache) is not built here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from appliance.checkpoints.model_config import read_model_config
+from appliance.engines.vllm import engine
+from appliance.engines.vllm.device import HostDevice
+from appliance.engines.vllm.weights import packed
+from appliance.engines.vllm.weights.placed import PlacedWeights
+from appliance.engines.vllm.weights.recipe import LOAD_FORMAT, recording
+from appliance.vocabulary import Task
+from tests.engine.house import House, save_tokenizer
+from tests.engine.shrunken import EXPERTS, HEAD_DIM, HEADS, HIDDEN, VOCAB, shrunken
+
+
+def make_step(folder: Path, name: str, config: dict[str, Any]) -> str:
+    """Write a Step 3.5, which transformers has no class of, with the names of published files: a
+    layer of each kind of attention, without experts and with bounded ones. Its path."""
+    from safetensors.torch import save_file
+
+    small = shrunken(config)
+    kinds = ["full_attention", "sliding_attention"]
+    small |= {
+        "num_attention_groups": 2,
+        "layer_types": kinds,
+        "rope_theta": config["rope_theta"][:2],
+        "partial_rotary_factors": config["partial_rotary_factors"][:2],
+        "attention_other_setting": {
+            **config["attention_other_setting"],
+            "num_attention_heads": 2 * HEADS,
+            "num_attention_groups": 2,
+            "head_dim": HEAD_DIM,
+            "true_head_dim": HEAD_DIM,
+        },
+        "moe_layers_enum": "1",
+        "share_expert_dim": HIDDEN // 2,
+        "swiglu_limits": [0.0, 7.0],
+        "swiglu_limits_shared": [0.0, 16.0],
+        "rope_scaling": {**config["rope_scaling"], "original_max_position_embeddings": 1024},
+    }
+    wide, narrow = small["intermediate_size"], small["moe_intermediate_size"]
+    shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "model.norm": (HIDDEN,)}
+    shapes["lm_head"] = (VOCAB, HIDDEN)
+    for number, heads in enumerate((HEADS, 2 * HEADS)):
+        own = {
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+            "self_attn.q_proj": (heads * HEAD_DIM, HIDDEN),
+            "self_attn.k_proj": (2 * HEAD_DIM, HIDDEN),
+            "self_attn.v_proj": (2 * HEAD_DIM, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, heads * HEAD_DIM),
+            "self_attn.g_proj": (heads, HIDDEN),
+            "self_attn.q_norm": (HEAD_DIM,),
+            "self_attn.k_norm": (HEAD_DIM,),
+        }
+        own |= _gated("moe", (EXPERTS,), narrow) if number else _gated("mlp", (), wide)
+        if number:
+            own |= {"moe.gate": (EXPERTS, HIDDEN), **_gated("share_expert", (), narrow)}
+        shapes |= {f"model.layers.{number}.{part}": shape for part, shape in own.items()}
+    dice = torch.Generator().manual_seed(sum(name.encode()))
+    tensors = {f"{key}.weight": torch.randn(s, generator=dice) for key, s in shapes.items()}
+    tensors["model.layers.1.moe.router_bias"] = torch.randn(EXPERTS, generator=dice)
+    path = folder / name
+    path.mkdir(parents=True)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(small))
+    save_tokenizer(path)
+    return str(path)
+
+
+def _gated(part: str, of: tuple[int, ...], width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a feed-forward part, or of so many experts."""
+    return {
+        f"{part}.gate_proj": (*of, width, HIDDEN),
+        f"{part}.up_proj": (*of, width, HIDDEN),
+        f"{part}.down_proj": (*of, HIDDEN, width),
+    }
+
+
+@dataclass(frozen=True)
+class WeightsAlone:
+    """The weights of a model that vLLM has built, in a house."""
+
+    model: torch.nn.Module
+    placed: PlacedWeights
+
+    def image(self) -> dict[str, bytes]:
+        """The bytes of each tensor of the master image."""
+        master, layout = self.placed.weights.master, self.placed.weights.layout
+        assert master is not None
+        return {
+            tensor.name: b"".join(map(bytes, master.views(offset, tensor.nbytes)))
+            for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+        }
+
+
+def place_weights(house: House, path: str, dtype: str) -> WeightsAlone:
+    """Have vLLM build the model, and its weights recorded, placed, made from the files and loaded,
+    all as by `VllmEngine.build`, but for a cache, a scheduler and a runner. There has to be an
+    engine in this process already: the first one makes the groups of ranks."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    config = _configure(path, dtype, LOAD_FORMAT)
+    headers = engine._headers(read_model_config(Path(path)), Task.GENERATE, 0, None)
+    with recording(*headers) as recorded, set_current_vllm_config(config):
+        model = get_model(vllm_config=config)
+    placed = PlacedWeights.place(
+        path,
+        recorded,
+        house.arena,
+        house.host,
+        house.swapper,
+        HostDevice(),
+        None,
+        False,
+        False,
+        model,
+    )
+    placed.store(house.places(placed.weights.host_slabs, house.arena.slab_bytes), fill=True)
+    placed.weights.begin_load()
+    house.swapper.settle()
+    return WeightsAlone(model, placed)
+
+
+def plain_weights(path: str, dtype: str, placed: PlacedWeights) -> dict[str, bytes]:
+    """What vLLM's own loader and processing make of the files: the bytes of each parameter, packed
+    where ours are."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    config = _configure(path, dtype, "auto")
+    with set_current_vllm_config(config):
+        model = get_model(vllm_config=config)
+    made = _parameters(model)
+    for name in placed.packings:
+        with packed._reordered(model.get_parameter(name).data) as (data, _):
+            made[name] = data.numpy().tobytes()
+    return made
+
+
+def _configure(path: str, dtype: str, load_format: str) -> Any:
+    chosen = {"max_model_len": 1024, "max_num_seqs": 16, "max_logprobs": 20}
+    checkpoint = read_model_config(Path(path))
+    config = engine._configure(1, checkpoint, Task.GENERATE, HostDevice(), 0, dtype=dtype, **chosen)
+    config.load_config.load_format = load_format
+    engine.ensure_expert_group(config)
+    return config
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, bytes]:
+    """The bytes of each one's storage."""
+    return {
+        name: _bytes(parameter.untyped_storage())
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.numel()
+    }
+
+
+def _bytes(storage: torch.UntypedStorage) -> bytes:
+    return bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes())
