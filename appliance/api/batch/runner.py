@@ -266,7 +266,9 @@ class BatchRunner:
         return any(created.input_file_id == file for created in self._unfinished())
 
     def _unfinished(self) -> list[Created]:
-        return [run.batch.created for run in self._runs.values()] + self._creating
+        """Of those that are not over; one that is may still be tidied up."""
+        running = [run.batch for run in self._runs.values()]
+        return [batch.created for batch in running if not batch.over] + self._creating
 
     async def create(
         self,

@@ -23,7 +23,7 @@ from appliance.api.batch import executor
 from appliance.api.batch import runner as batchrunner
 from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.batches.log import BatchLog, load_all
-from appliance.batches.records import Batch, CancelAsked, Created, LineDone, Record
+from appliance.batches.records import Batch, CancelAsked, Created, Ended, LineDone, Record
 from appliance.batches.results import Results, answered
 from appliance.batches.store import store_in
 from appliance.batches.writer import BatchWriter
@@ -954,6 +954,25 @@ async def test_a_file_that_is_needed_stays(house: House) -> None:
         await client.batches.cancel(batch)
         await over(client, batch)
         await client.files.delete(file)
+
+
+async def test_a_batch_that_is_over_needs_no_file(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as its status says so, while its log is still being shortened."""
+    finish, needed = BatchLog.finish, []
+
+    def watched_finish(log: BatchLog, ended: Ended) -> None:
+        needed.extend(
+            file.id for file in house.batches.files.all() if house.batches.needed(file.id)
+        )
+        finish(log, ended)
+
+    monkeypatch.setattr(BatchLog, "finish", watched_finish)
+    async with house.client() as client:
+        batch = await over(client, await begin(client, [chat("a")]))
+        await client.files.delete(batch.input_file_id)
+    assert needed == []
 
 
 async def test_without_a_folder_there_are_none() -> None:
