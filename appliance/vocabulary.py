@@ -193,9 +193,10 @@ class KvShape(Word, frozen=True):
     """Blocks of a copy of a request's states, which the prefix cache keeps where there is room; 0
     if it keeps none. No request needs one."""
     image_token_bytes: int = 0
-    """Of the encoder's output for each token of an image. An output has blocks of its own."""
+    """Of the encoder's output for each token of an image, or of a sound in a chat. An output has
+    blocks of its own."""
     most_images: int = 0
-    """Of a prompt."""
+    """Of a prompt; or sounds, as no model reads both here."""
     window_tokens: int = 0
     """Tokens of a block in the tables of `windows`, if that is not ``block_tokens``."""
 
@@ -211,7 +212,7 @@ class KvShape(Word, frozen=True):
 
     def prompt_blocks(self, tokens: int, images: Iterable[int] = ()) -> int:
         """Blocks that a prompt of `tokens` tokens has while it is computed: what it has afterwards,
-        or more. `images` are the tokens of each of its images."""
+        or more. `images` are the tokens of each of its images or sounds."""
         blocks = self.blocks(tokens) + sum(map(self.image_blocks, images))
         if self.windows:
             each = -(-tokens // (self.window_tokens or self.block_tokens))
@@ -284,7 +285,7 @@ class RequestSpec(Word, frozen=True):
     slo: Slo
     request_class: RequestClass = RequestClass.INTERACTIVE
     images: tuple[int, ...] = ()
-    """Tokens of each image in the prompt."""
+    """Tokens of each image or sound in the prompt."""
 
 
 class KvMove(Word, frozen=True):

@@ -118,9 +118,11 @@ class CatalogEntry:
     """The method of weights that take the memory of `dtype`, though they are stored in less:
     ``mxfp4``, say. Empty for others."""
     images: int = 0
-    """The most of a prompt; 0: the language model is served alone."""
+    """The most of a prompt; where `sounds` is 0 as well, the language model is served alone."""
+    sounds: int = 0
+    """The most of a chat's prompt."""
     image_token_bytes: int = 0
-    """Of the encoder's output for each token of an image."""
+    """Of the encoder's output for each token of an image or a sound."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -147,6 +149,7 @@ def read_checkpoint(
     *,
     cuda: bool = False,
     images: int = 0,
+    sounds: int = 0,
 ) -> CatalogEntry:
     """Describe the checkpoint in `path` as it will be served: on GPUs, if `cuda`, else on the CPU.
 
@@ -154,7 +157,7 @@ def read_checkpoint(
     that an engine leaves out, such as the output head of a model that embeds or scores, or what
     reads images. A head that is tied to the embedding is the embedding, whether the files have it
     or not, but where the CPU packs weights: rows for one, packed for the other. What reads images
-    is counted if prompts may have some.
+    or sounds is counted if prompts may have some.
 
     Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
     missing or damaged, or says something that cannot be served (`UnsupportedModel`, if no model
@@ -173,9 +176,11 @@ def read_checkpoint(
     kept = _kept(config, tensors)
     own_task = read_task(path, task)
     weight_bytes = _weight_bytes(config, kept, resolved, own_task, cuda=cuda)
-    readers = image_tensors(files, config) if images else []
-    if images and (wrong := why_not_whole(config, tensors, readers)):
-        raise UnsupportedModel(f"{path}: {wrong}", "use images = 0, or take another checkpoint")
+    media = images or sounds
+    readers = image_tensors(files, config) if media else []
+    if media and (wrong := why_not_whole(config, tensors, readers)):
+        key = "images" if images else "sounds"
+        raise UnsupportedModel(f"{path}: {wrong}", f"use {key} = 0, or take another checkpoint")
     weight_bytes += tensor_bytes(readers, resolved)
     return CatalogEntry(
         name=name,
@@ -194,7 +199,8 @@ def read_checkpoint(
         if (stored := quantization.multiplied(config))
         else "",
         images=images,
-        image_token_bytes=image_token_bytes(config, BYTES_PER_ELEMENT[resolved]) if images else 0,
+        sounds=sounds,
+        image_token_bytes=image_token_bytes(config, BYTES_PER_ELEMENT[resolved]) if media else 0,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from appliance.checkpoints.architectures.chat_sounds import HEARS
 from appliance.checkpoints.architectures.unequal_layers import TWO_SIZES
 from appliance.checkpoints.families import UnsupportedModel, keeps_state
 from appliance.checkpoints.model_config import ModelConfig
@@ -55,7 +56,7 @@ def check_drafts(
     adapters: bool = False,
 ) -> None:
     """Raise `UnsupportedModel` for a model that may not have drafts. Its prompts have so many
-    `images` at most."""
+    `images` (or sounds) at most."""
     found = _why_not(config, task, on_cpu=on_cpu, ranks=ranks, images=images, adapters=adapters)
     if found:
         raise UnsupportedModel(f"{config.path}: {found}", OTHERWISE)
@@ -83,7 +84,8 @@ def _why_not(
     if ranks > 1:
         return "drafts were not tried on several ranks"
     if images:
-        return f"drafts were not tried with images in prompts (`images` is {images})"
+        kind = "sounds" if name in HEARS else "images"
+        return f"drafts were not tried with {kind} in prompts (`{kind}` is {images})"
     if adapters:
         return "drafts were not tried with LoRA adapters: a model may have one or the other"
     return ""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from appliance.checkpoints.architectures import encoders, mistral_large
+from appliance.checkpoints.architectures.chat_sounds import read_besides_text
 from appliance.checkpoints.architectures.required_keys import what_lacks
 from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS, why_not_served
 from appliance.checkpoints.architectures.unequal_layers import TWO_SIZES, UNEQUAL
@@ -337,8 +338,8 @@ def _traits(config: ModelConfig) -> _Found:
         return f"vLLM needs torchvision for {name}, which no test serves", ANOTHER
     if not served_architecture(config):
         return (
-            f"{name} reads images, which is not supported yet, and no test serves its text with a "
-            f"language model of type {config.model_type}",
+            f"{name} reads {read_besides_text(name)}, and no test serves its text with a language "
+            f"model of type {config.model_type}",
             TEXT,
         )
     if not config.is_encoder:
@@ -373,14 +374,11 @@ def _settings(config: ModelConfig) -> _Found:
 def _why_no_media(architecture: str, traits: Collection[str]) -> str:
     """Why a model is refused that reads something besides text."""
     read = " and ".join(kind for kind in ("images", "sound") if kind in traits) or "images or sound"
-    no_sound = ", and the API takes no sound" if "sound" in traits else ""
     if "cross" in traits:
         return (
             f"{architecture} attends to what an encoder makes of {read} (cross attention): of such "
             f"models only {', '.join(sorted(TRANSCRIBERS))} is served"
         )
-    if no_sound:
-        return f"{architecture} reads {read}{no_sound}; no test serves its text"
     return f"{architecture} reads {read}, which is not supported yet; no test serves its text"
 
 

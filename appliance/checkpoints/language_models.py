@@ -1,5 +1,6 @@
-"""The language models in checkpoints that read images as well: they alone are served, as the models
-of text that they are. What reads images (towers, and projectors behind them) is not loaded."""
+"""The language models in checkpoints that read images or sound as well: they alone are served, as
+the models of text that they are. What reads the rest (towers, and projectors behind them) is not
+loaded."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from appliance.checkpoints.architectures.chat_sounds import HEARS, QWEN2_AUDIO, VOXTRAL
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.errors import CheckpointError
 
 
 class Media(NamedTuple):
-    """What is known of an architecture that reads images."""
+    """What is known of an architecture that reads images or sound."""
 
     towers: frozenset[str]
     """What its parts are called that are not loaded."""
@@ -29,12 +31,13 @@ class Media(NamedTuple):
 
 _PROJECTED: Final = frozenset({"vision_tower", "multi_modal_projector"})
 _VISUAL: Final = frozenset({"visual"})
-_HEARD: Final = frozenset({"vision_tower", "audio_tower", "embed_vision", "embed_audio"})
+_HEARD: Final = frozenset({"audio_tower", "multi_modal_projector"})
+_ALL: Final = frozenset({"vision_tower", "audio_tower", "embed_vision", "embed_audio"})
 
 MEDIA: Final[Mapping[str, Media]] = {
     "Gemma3ForConditionalGeneration": Media(_PROJECTED, {"gemma3_text": "Gemma3ForCausalLM"}),
-    "Gemma3nForConditionalGeneration": Media(_HEARD, {"gemma3n_text": "Gemma3nForCausalLM"}),
-    "Gemma4ForConditionalGeneration": Media(_HEARD, {"gemma4_text": "Gemma4ForCausalLM"}),
+    "Gemma3nForConditionalGeneration": Media(_ALL, {"gemma3n_text": "Gemma3nForCausalLM"}),
+    "Gemma4ForConditionalGeneration": Media(_ALL, {"gemma4_text": "Gemma4ForCausalLM"}),
     "Glm4vForConditionalGeneration": Media(_VISUAL, {"glm4v_text": "Glm4ForCausalLM"}),
     "Glm4vMoeForConditionalGeneration": Media(_VISUAL, {"glm4v_moe_text": "Glm4MoeForCausalLM"}),
     "InternVLForConditionalGeneration": Media(
@@ -51,6 +54,7 @@ MEDIA: Final[Mapping[str, Media]] = {
         {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
         seen=-1,
     ),
+    QWEN2_AUDIO: Media(_HEARD, {"qwen2": "Qwen2ForCausalLM"}),
     "Qwen2VLForConditionalGeneration": Media(_VISUAL, {"qwen2_vl_text": "Qwen2ForCausalLM"}),
     "Qwen2_5_VLForConditionalGeneration": Media(_VISUAL, {"qwen2_5_vl_text": "Qwen2ForCausalLM"}),
     "Qwen3VLForConditionalGeneration": Media(_VISUAL, {"qwen3_vl_text": "Qwen3ForCausalLM"}),
@@ -61,6 +65,7 @@ MEDIA: Final[Mapping[str, Media]] = {
     "Qwen3_5MoeForConditionalGeneration": Media(
         _VISUAL, {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
     ),
+    VOXTRAL: Media(_HEARD, {"llama": "LlamaForCausalLM"}),
 }
 """By architecture. These are what `tests/engine/test_language_models.py` serves: of others it is
 not known what is to be left out, and how the rest is to be computed."""
@@ -175,6 +180,8 @@ def why_no_images(
 ) -> str:
     """Why the checkpoint's model cannot be served with images: of so many `ranks`, on a GPU if
     `cuda`, with torchvision if `libraries`; empty if it can."""
+    if config.architecture in HEARS:
+        return f"{config.architecture} reads sound, and no images"
     if config.architecture not in READS_IMAGES:
         return f"images of {config.architecture} are not served, only text"
     if wrong := _why_not_settings(config):
@@ -267,8 +274,8 @@ def _why_not_llava(config: ModelConfig) -> str:
 
 
 def image_token_bytes(config: ModelConfig, number_bytes: int) -> int:
-    """What the encoder makes of each token of an image, in numbers of so many bytes: a row of the
-    hidden size, and one more for each layer that Qwen3-VL adds what it saw to."""
+    """What the encoder makes of each token of an image or a sound, in numbers of so many bytes: a
+    row of the hidden size, and one more for each layer that Qwen3-VL adds what it saw to."""
     vision = config.whole.get("vision_config")
     layers = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
     rows = 1 + (len(layers) if isinstance(layers, list) else 0)

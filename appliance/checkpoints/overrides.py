@@ -31,7 +31,9 @@ def language_config(config: Any) -> Any:
         return config
     text = config.get_text_config()
     text.architectures = [MEDIA[architecture].languages[text.model_type]]
-    text.tie_word_embeddings = config.tie_word_embeddings
+    # Transformers has no default for the whole of models that read sound.
+    if hasattr(config, "tie_word_embeddings"):
+        text.tie_word_embeddings = config.tie_word_embeddings
     for key in _OF_ALL:
         if (value := getattr(config, key, None)) is not None:
             setattr(text, key, value)
@@ -64,6 +66,6 @@ _FLASH: Final = "XLMRobertaFlashConfig"
 
 
 def whole_config(config: Any) -> Any:
-    """The same for a checkpoint that is served whole, with what reads images."""
+    """The same for a checkpoint that is served whole, with what reads images or sound."""
     quantization.forget(config)
     return config

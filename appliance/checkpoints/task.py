@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from appliance.checkpoints.architectures.chat_sounds import read_besides_text
 from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS
 from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
@@ -105,8 +106,9 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
         )
     if architecture in MEDIA and task is not Task.GENERATE:
         raise CheckpointError(
-            f"{path}: {architecture} reads images, of which the text that it generates is served, "
-            f"and nothing else: its task would have to be generate, not {task}"
+            f"{path}: {architecture} reads {read_besides_text(architecture)}, of which the text "
+            "that it generates is served, and nothing else: its task would have to be generate, "
+            f"not {task}"
         )
     if architecture in TRANSCRIBERS and task is not Task.TRANSCRIPTION:
         raise CheckpointError(

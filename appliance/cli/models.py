@@ -12,6 +12,7 @@ import click
 import httpx
 
 from appliance.checkpoints.adapters import SEPARATOR
+from appliance.checkpoints.architectures.chat_sounds import HEARS
 from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS
 from appliance.checkpoints.language_models import MEDIA
 from appliance.cli.output import json_option, print_json
@@ -128,16 +129,18 @@ def show(model: str, url: str, as_json: bool) -> None:
         click.echo(f"{name:<{width}}  {value}")
 
 
-def _media(images: int) -> str:
-    if not images:
-        return "text only, no images"
-    return f"text, and up to {images} image{'s' * (images > 1)} in a prompt"
+def _media(facts: dict[str, Any]) -> str:
+    for what in ("image", "sound"):
+        if most := facts[f"{what}s"]:
+            return f"text, and up to {most} {what}{'s' * (most > 1)} in a prompt"
+    kind = "sounds" if facts["architecture"] in HEARS else "images"
+    return f"text only, no {kind}"
 
 
 def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("architecture", facts["architecture"]),
-        *([("reads", _media(facts["images"]))] * (facts["architecture"] in MEDIA)),
+        *([("reads", _media(facts))] * (facts["architecture"] in MEDIA)),
         ("parameters", _count(facts["parameters"])),
         ("context", f"{facts['max_context_tokens']} tokens"),
         ("computed in", facts["dtype"]),

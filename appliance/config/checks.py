@@ -13,6 +13,11 @@ from typing import Final
 
 from appliance.access.keys import KeyFile
 from appliance.checkpoints.adapters import MAX_ADAPTERS, UnsupportedAdapter, full_name
+from appliance.checkpoints.architectures.chat_sounds import (
+    HEARS,
+    READS_SOUND,
+    why_no_sounds,
+)
 from appliance.checkpoints.architectures.task_adapters import TaskRefused, served_task
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.draft_heads import UnsupportedHead
@@ -69,6 +74,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
         _check_tasks(config, entries, report)
         _check_heads(config, entries, report)
         _check_images(config, report)
+        _check_sounds(config, report)
         _check_drafts(config, entries, report)
         check_sizes(config, entries, report)
 
@@ -266,6 +272,23 @@ def _check_images(config: Config, report: ProblemReport) -> None:
             report.add(("model", index, "images"), wrong, "use images = 0")
 
 
+def _check_sounds(config: Config, report: ProblemReport) -> None:
+    devices = config.devices
+    for index, model in enumerate(config.models):
+        if not model.sounds:
+            continue
+        try:
+            wrong = why_no_sounds(
+                read_model_config(Path(model.path)),
+                ranks=devices.tensor_parallel,
+                cuda=devices.cuda,
+            )
+        except (CheckpointError, OSError):  # which is a problem of its own
+            continue
+        if wrong:
+            report.add(("model", index, "sounds"), wrong, "use sounds = 0")
+
+
 def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry | None]:
     entries: list[CatalogEntry | None] = []
     for index, model in enumerate(config.models):
@@ -348,7 +371,7 @@ def _check_drafts(
                 check_task(entry.path, model.task),
                 on_cpu=not devices.cuda,
                 ranks=devices.tensor_parallel,
-                images=model.images,
+                images=model.images or model.sounds,
                 adapters=bool(model.adapters or model.max_loras),
             )
         except UnsupportedModel as error:
@@ -396,11 +419,13 @@ def _of_model(model: Model) -> str:
     """A warning if a model reads what is not served, or if no test serves its architecture."""
     try:
         checkpoint = read_model_config(Path(model.path))
-        if checkpoint.architecture in MEDIA and not model.images:
-            set_images = checkpoint.architecture in READS_IMAGES
+        architecture = checkpoint.architecture
+        if architecture in MEDIA and not (model.images or model.sounds):
+            kind, key = ("sound", "sounds") if architecture in HEARS else ("images", "images")
+            can = architecture in READS_IMAGES | READS_SOUND
             return (
-                f"model.{model.name}: {checkpoint.architecture} is served for text only; requests "
-                f"with images are refused{'; see images' if set_images else ''}"
+                f"model.{model.name}: {architecture} is served for text only; requests with {kind} "
+                f"are refused{f'; see {key}' if can else ''}"
             )
         if stored := multiplied(checkpoint):
             return (

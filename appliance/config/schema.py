@@ -32,6 +32,7 @@ from appliance.units import Address, Bytes, Memory, Seconds
 Scalar: TypeAlias = str | int | float | bool
 
 MAX_IMAGES: Final = 16
+MAX_SOUNDS: Final = 16
 MAX_LOGPROBS: Final = 1 << 18
 """As many tokens as the largest vocabularies have, nearly."""
 
@@ -721,6 +722,16 @@ class Model(Section, kw_only=True):
             le=MAX_IMAGES,
             description="Most images of a prompt. With 0, a model that reads images is served for "
             "text only, and what reads them takes no memory.",
+        ),
+    ] = 0
+    sounds: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_SOUNDS,
+            description="Most sounds of a prompt, of a model that reads sound in chats "
+            "(docs/speech.md). With 0, it is served for text only, and what reads them takes no "
+            "memory.",
         ),
     ] = 0
     speculate: Annotated[

@@ -45,7 +45,7 @@ class Least(NamedTuple):
 
     weights: int
     kv: int
-    """Of one request of `max_context` tokens, and of the images that these may be."""
+    """Of one request of `max_context` tokens, and of the images or sounds that these may be."""
     tokens: int
     """The longest request whose KV has room next to the weights, in whole blocks; no more than
     `max_context` is asked for."""
@@ -65,7 +65,7 @@ def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
         return Least(weights=weights, kv=0, tokens=max_context)
     geometry = _kv_geometry(tables, devices)
     groups = max(0, devices.slabs - weights) // geometry.group_slabs
-    images = _Images(share.images, share.image_token_bytes, geometry.block_bytes)
+    images = _Images(share.images or share.sounds, share.image_token_bytes, geometry.block_bytes)
     needed = tables.prompt_blocks(max_context) + images.blocks(max_context)
     return Least(
         weights=weights,
@@ -78,7 +78,13 @@ def read_model(model: Model, devices: Devices) -> CatalogEntry:
     """The model's checkpoint, as these devices will serve it. Raises `CheckpointError`."""
     path = Path(model.path)
     entry = read_checkpoint(
-        model.name, path, model.dtype, model.task, cuda=devices.cuda, images=model.images
+        model.name,
+        path,
+        model.dtype,
+        model.task,
+        cuda=devices.cuda,
+        images=model.images,
+        sounds=model.sounds,
     )
     config = read_model_config(path)
     ranks = devices.tensor_parallel
@@ -234,7 +240,7 @@ _SHORT_TOKENS: Final = 16
 
 
 class _Images(NamedTuple):
-    """The images of a prompt: what the encoder makes of one has blocks of its own."""
+    """The images or sounds of a prompt: what the encoder makes of one has blocks of its own."""
 
     most: int
     token_bytes: int

@@ -54,6 +54,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             max_context_tokens=self.spec.max_context_tokens,
             max_batch=self.spec.max_batch,
             images=self.worker.images,
+            sounds=self.worker.sounds,
             adapters=self.adapters,
             max_loras=room.slots if room is not None else len(self.worker.adapters),
             max_lora_rank=room.rank if room is not None else 0,
@@ -86,6 +87,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             pooler_config=self.worker.pooler_config or {},
             embedding_task=self.embedding_task,
             images=self.worker.images,
+            sounds=self.worker.sounds,
             adapters=self.adapters,
             takes_adapters=bool(self.worker.adapters or self.worker.adapter_room),
         )
@@ -123,6 +125,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             max_logprobs=model.max_logprobs,
             pooler_config=asked | ({"task": pooled} if pooled else {}),
             images=model.images,
+            sounds=model.sounds,
             adapters=adapter_places(model),
             adapter_room=adapter_room(model),
             speculation=model.speculate.chosen,

@@ -132,6 +132,7 @@ class ModelActivities:
             weight_bytes=served.spec.weight_bytes,
             task=served.worker.task,
             images=served.worker.images,
+            sounds=served.worker.sounds,
         )
 
     def one(self, name: ModelName) -> ModelActivity:

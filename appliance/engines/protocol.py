@@ -42,7 +42,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     The prefix cache serves a sequence with what sequences of the same `prefix_salt` (without a
     colon) left there, and of the same `cache_salt` in the body.
 
-    `images` are the tokens of each image in the prompt: what room is made for. The images
+    `images` are the tokens of each image or sound in the prompt: what room is made for. The images
     themselves are in the body.
     """
 

@@ -54,7 +54,7 @@ from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, 
 from appliance.frontend.serving.speech import router as speech_router
 from appliance.frontend.serving.stored import recall
 from appliance.frontend.serving.vllm_errors import VllmErrors
-from appliance.frontend.sound import forms
+from appliance.frontend.sound import chats, forms
 from appliance.http.body_budget import BodiesFull, BodyBudget, client_of
 from appliance.http.errors import ApiError, as_refused
 from appliance.http.request_ids import request_id
@@ -300,6 +300,7 @@ class FrontEnd:
                 path = meant(path, fields, model.task, pools_tokens=model.pools_tokens)
                 check_task(call, path, model)
                 sent = _images(call, path, fields, model)
+                call.chat_sounds = _sounds(call, path, fields, model)
                 check_counts(call, path, fields, model, sent)
                 reasons = model.reasoning_parser is not None
                 task = model.embedding_task
@@ -325,7 +326,7 @@ class FrontEnd:
         the client takes its time to read that, so the turn is over when it begins. Raises
         `Refuse`."""
         form = call.form
-        if not sent.images and form is None:
+        if not (sent.images or call.chat_sounds) and form is None:
             yield send
             return
 
@@ -339,6 +340,10 @@ class FrontEnd:
             async with self._turns.turn(call, client_of(call.key, scope), sent):
                 if form is not None:
                     call.keep(await in_thread(call, threads, forms.look_at, form))
+                if call.chat_sounds:
+                    look = in_thread(call, threads, chats.look_at, call.chat_sounds)
+                    call.sounds, size_bytes = await look
+                    call.keep(size_bytes)
                 yield cast(Send, sending)
         except ApiError as error:
             raise Refuse(as_refused(error, call.number)) from error
@@ -449,7 +454,8 @@ def check_counts(
     try:
         check_messages(path, fields, model)
         check_tokens(path, fields, model)
-        check_tokenized(path, fields, model, besides=sent.characters)
+        besides = sent.characters + chats.characters(call.chat_sounds)
+        check_tokenized(path, fields, model, besides=besides)
         if Task.GENERATE not in _TASKS.get(path, ("", frozenset(Task)))[1]:
             check_texts(fields, model)
     except ApiError as error:
@@ -462,6 +468,18 @@ def _images(call: Call, path: str, fields: Fields | None, model: FrontModel | No
         return NO_IMAGES
     try:
         return Images(tuple(find(path, fields)), model.images)
+    except ApiError as error:
+        raise Refuse(as_refused(error, call.number)) from error
+
+
+def _sounds(
+    call: Call, path: str, fields: Fields, model: FrontModel
+) -> tuple[chats.ChatSound, ...]:
+    """The sounds in a body, if its model reads them in chats. Raises `Refuse`."""
+    if not model.sounds:
+        return ()
+    try:
+        return chats.find(path, fields, model.sounds)
     except ApiError as error:
         raise Refuse(as_refused(error, call.number)) from error
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, Final
 
+from appliance.frontend.sound.chats import ChatSound
 from appliance.frontend.sound.forms import Form
 from appliance.service.front_frames import Refused
 from appliance.vocabulary import ModelName, RequestClass, RequestId
@@ -41,6 +42,10 @@ class Call:
         """The names of those that may be decoded for it (`appliance.frontend.images`)."""
         self.fetched: dict[int, bytes] = {}
         """The files of those that were named by URL."""
+        self.chat_sounds: tuple[ChatSound, ...] = ()
+        """Those that its messages have."""
+        self.sounds: dict[int, str] = {}
+        """The names of those that may be decoded for it (`appliance.frontend.sound.chats`)."""
         self.keep: Callable[[int], None] = lambda size_bytes: None
         """Counts what is kept of it besides its body. Raises `BodiesFull`."""
         self.image_work: set[Future[Any]] = set()

@@ -139,7 +139,7 @@ def check_tokenized(
 ) -> None:
     """Raise `BadRequest` for a text that is only to be made tokens, and is longer than any that the
     model could be asked with: each token of it is listed in the answer. So many characters
-    `besides` are images."""
+    `besides` are images and sounds."""
     if path != "/tokenize":
         return
     most = most_characters(model.max_context) + besides

@@ -65,7 +65,9 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     embedding_task: str = ""
     """Of several tasks that its checkpoint has adapters for, the one that it embeds for."""
     images: int = 0
-    """The most of a prompt; 0: the model is served for text only."""
+    """The most of a prompt; 0: it reads none."""
+    sounds: int = 0
+    """The most of a chat's prompt; 0: it reads none there."""
     adapters: tuple[ModelName, ...] = ()
     """What clients call the model with each of its LoRA adapters: their names begin with its."""
     takes_adapters: bool = False
@@ -260,7 +262,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     several: they are taken together or not at all."""
     request_class: RequestClass = RequestClass.INTERACTIVE
     images: tuple[int, ...] = ()
-    """Tokens of each image in the prompt, in their order."""
+    """Tokens of each image or sound in the prompt, in their order."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -436,8 +438,8 @@ MAX_STORED_BYTES: Final = 16 * 1024 * 1024
 """Of one response, its messages included; a larger one is not stored."""
 
 MAX_TOGETHER_BYTES: Final = 256 * 1024 * 1024
-"""Of the prepared images of all choices of a call: with what else the choices have, less than the
-core keeps for one key, or waiting would never help."""
+"""Of the prepared images or sounds of all choices of a call: with what else the choices have, less
+than the core keeps for one key, or waiting would never help."""
 
 MAX_RECEIVED_BYTES: Final = 128 * 1024
 """A request whose beginning is longer is not given back: its connection is closed."""

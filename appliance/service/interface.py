@@ -185,7 +185,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     several: they are taken together or not at all. Of prompts that are pooled, which come one after
     another, only the first one says it."""
     images: tuple[int, ...] = ()
-    """Tokens of each image in the prompt, in their order."""
+    """Tokens of each image or sound in the prompt, in their order."""
 
     @property
     def pooled(self) -> bool:
@@ -285,6 +285,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = Task.GENERATE
     images: int = 0
     """The most of a prompt."""
+    sounds: int = 0
+    """The most of a chat's prompt."""
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,6 +374,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that are decoded in one step, at most."""
     images: int = 0
     """The most of a prompt."""
+    sounds: int = 0
+    """The most of a chat's prompt."""
     adapters: tuple[ModelName, ...] = ()
     """What clients call it with each of its LoRA adapters."""
     max_loras: int = 0

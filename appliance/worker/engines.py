@@ -127,6 +127,7 @@ def _builder(
             max_logprobs=model.max_logprobs,
             pooler_config=model.pooler_config,
             prompt_images=model.images,
+            prompt_sounds=model.sounds,
             adapters=model.adapters,
             adapter_room=model.adapter_room,
             speculation=model.speculation,

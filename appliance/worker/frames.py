@@ -39,6 +39,8 @@ class WorkerModel(msgspec.Struct, frozen=True):
     """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them, if any."""
     images: int = 0
     """The most of a prompt; 0: what reads images is not built."""
+    sounds: int = 0
+    """The most of a chat's prompt; 0: what reads them is not built."""
     adapters: tuple[AdapterPlace, ...] = ()
     adapter_room: AdapterRoom | None = None
     """For adapters that come later, if any may."""

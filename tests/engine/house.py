@@ -249,7 +249,8 @@ def sequence(
         images=tuple(
             one.mm_position.get_num_embeds()
             for one in asked.get("mm_features", ())
-            if one.modality != "audio"
+            # What Whisper's encoder makes of a sound is no part of the prompt.
+            if one.mm_position.offset + one.mm_position.length <= len(prompt)
         ),
     )
 

@@ -144,6 +144,13 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
         **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 2 * HIDDEN),
         "decoder_start_token_id": 1,
     },
+    "qwen2_audio_encoder": {
+        "encoder_layers": LAYERS,
+        "encoder_attention_heads": HEADS,
+        "encoder_ffn_dim": 2 * HIDDEN,
+        "d_model": HIDDEN,
+    },
+    "voxtral_encoder": {"intermediate_size": 4 * HIDDEN, "head_dim": HEAD_DIM},
 }
 """Of a type."""
 _PERIODIC: Final = ("layer_types", "mlp_layer_types", "is_moe_layer", "no_rope_layers")
@@ -181,7 +188,8 @@ _UNEQUAL: Final = 3
 _PER_LAYER: Final = 32
 """Numbers of an embedding for each layer."""
 _TIED: Final = frozenset({"gemma3", "gemma3n", "gemma4"})
-"""Types of models that read images, of which files leave out that the head is the embedding."""
+"""Types of models that read more than text, of which files leave out that the head is the
+embedding."""
 
 
 def shrunken(config: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +206,7 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
         vision.update(_OWN.get(vision.get("model_type", ""), {}))
     if isinstance(audio := small.get("audio_config"), dict):
         audio.update((key, value) for key, value in _AUDIO.items() if key in audio)
+        audio.update(_OWN.get(audio.get("model_type", ""), {}))
     small["torch_dtype"] = "float32"
     small.pop("auto_map", None)
     return small
@@ -288,7 +297,8 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
 
     small = shrunken(config)
     as_published = json.dumps(small)
-    if "vision_config" in small:  # its head is its own, unless its language model says otherwise
+    several = not small.keys().isdisjoint(("vision_config", "audio_config"))
+    if several:  # its head is its own, unless its language model says otherwise
         small.setdefault("tie_word_embeddings", small["model_type"] in _TIED)
     known = _SAME_AS.get(small["model_type"], small["model_type"])
     kind_of_config = transformers.CONFIG_MAPPING[known]
@@ -312,7 +322,7 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     path = folder / name
     model.to(torch.float32).save_pretrained(path)
     # Transformers writes what published files leave out, and another type.
-    if "vision_config" in small or small["model_type"] in _SAME_AS:
+    if several or small["model_type"] in _SAME_AS:
         (path / "config.json").write_text(as_published)
     elif small["architectures"][0] in _CLASSES:
         _write_architectures(path / "config.json", small["architectures"])
@@ -327,6 +337,8 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
         _rename(path / "model.safetensors", "layers.0.block_sparse_moe.", "layers.0.mlp.")
     if small.get("text_config", {}).get("model_type") in TRANSPOSED_EXPERTS:
         _transpose_experts(path / "model.safetensors")
+    if "audio_config" in small and "vision_config" not in small:
+        _name_as_published(path / "model.safetensors")
     if "num_kv_shared_layers" in small.get("text_config", small):
         _add_published(path / "model.safetensors", small)
     save_tokenizer(path)
@@ -343,6 +355,15 @@ def _name_as_mistral(file: Path) -> None:
             name = re.sub(pattern, replacement, name)
         if not name.endswith("e_score_correction_bias"):
             tensors[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _name_as_published(file: Path) -> None:
+    """Transformers writes names with one part more by now."""
+    from safetensors.torch import load_file, save_file
+
+    old, new = "language_model.model.model.", "language_model.model."
+    tensors = {name.replace(old, new): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
 
 

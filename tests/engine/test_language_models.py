@@ -1,5 +1,5 @@
-"""Checkpoints that read images as well answer prompts of text as plain vLLM's models of them do,
-of which the appliance builds the language models alone."""
+"""Checkpoints that read images or sound as well answer prompts of text as plain vLLM's models of
+them do, of which the appliance builds the language models alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from appliance.checkpoints.checkpoint import read_checkpoint, tensor_bytes
 from appliance.checkpoints.families import UnsupportedModel
@@ -41,9 +42,9 @@ NAMES = sorted(
 """Those that are quantized are served by `test_quantized_readers`."""
 
 
-ALONE: Final = frozenset({"gemma-3n-e4b-it"})
-"""Plain vLLM cannot compute the whole model of these without images, and gives the answers of a
-checkpoint of text. `test_transformers` compares such a one with transformers."""
+ALONE: Final = frozenset({"gemma-3n-e4b-it", "voxtral-mini-3b-2507"})
+"""Plain vLLM cannot compute the whole model of these without images, or from such files, and gives
+the answers of a checkpoint of text. `test_transformers` compares Gemma's with transformers."""
 
 LINEAR = {name for name in NAMES if "linear_key_head_dim" in CONFIGS[name].get("text_config", ())}
 """Their attention is computed in bfloat16, and on some CPUs only. There, to rotate by three
@@ -118,7 +119,9 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
     if name in ALONE:
         config = CONFIGS[name]
         text = {**config["text_config"], "architectures": [engine_architecture(config)]}
-        path = make_shrunken(tmp_path / "alone", name, text)
+        whole, path = path, make_shrunken(tmp_path / "alone", name, text)
+        if "audio_config" in config and "vision_config" not in config:
+            take_language_model(Path(whole), Path(path))
     if name in LINEAR:
         ask = partial(texts_of, plain, with_one_position(Path(path)), dtype)
         answers = continued(ask, asked, kept, LENGTH)
@@ -129,6 +132,15 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
     assert len(set(longest)) > 2, "it says the same token again and again"
     engine.retire()
     after_loss.engines[name].retire()
+
+
+def take_language_model(whole: Path, alone: Path) -> None:
+    """Give a checkpoint of text the weights that another one has for its language model."""
+    begins = "language_model."
+    tensors = load_file(whole / "model.safetensors")
+    own = {k.removeprefix(begins): t for k, t in tensors.items() if k.startswith(begins)}
+    assert own.keys() == load_file(alone / "model.safetensors").keys()
+    save_file(own, alone / "model.safetensors", metadata={"format": "pt"})
 
 
 def engine_architecture(config: dict[str, Any]) -> str:

@@ -18,7 +18,8 @@ from appliance.demo.checkpoints import train_tokenizer
 from appliance.demo.recipes import EOS_ID
 from tests.configs import CONFIGS
 from tests.engine.shrunken import shrunken
-from tests.engine.with_sound import TURBO
+from tests.engine.with_sound import CHAT_TEMPLATE, QWEN2_AUDIO, TURBO, write_processor
+from tests.engine.with_sound import WORDS as CHAT_WORDS
 
 RATE: Final = 16_000
 CONTEXT: Final = 448
@@ -80,3 +81,16 @@ def file_of(
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=kind, subtype=subtype)
     return file.getvalue()
+
+
+def make_hearer(path: Path) -> Path:
+    """Write a checkpoint of a decoder that reads sound in chats, without weights; its path."""
+    path.mkdir()
+    words = save_words(path, CHAT_WORDS)
+    token = words.token_to_id("<|AUDIO|>")
+    config = shrunken(CONFIGS[QWEN2_AUDIO]) | {"audio_token_index": token}
+    config["text_config"] |= {"vocab_size": words.get_vocab_size(), "eos_token_id": EOS_ID}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_processor(path, "Qwen2Audio", config["audio_config"]["num_mel_bins"])
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    return path

@@ -17,7 +17,7 @@ from appliance.vocabulary import Task
 from tests.docexamples import DOCS, Example, examples, told
 from tests.frontend.conftest import model_at
 from tests.frontend.small_models import answer, small_models
-from tests.frontend.sounds import CONTEXT, file_of, make_transcriber, tone
+from tests.frontend.sounds import CONTEXT, file_of, make_hearer, make_transcriber, tone
 from tests.frontend.stand_in_core import StandInCore, front_end
 from tests.patience import PATIENCE_SECONDS
 
@@ -37,6 +37,7 @@ async def core(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StandI
     hears = make_transcriber(folder / "whisper")
     models = [
         *small_models(folder),
+        model_at(make_hearer(folder / "hearer"), "hearer", sounds=2),
         model_at(hears, "whisper", Task.TRANSCRIPTION, max_context=CONTEXT),
     ]
     async with front_end(models) as core:

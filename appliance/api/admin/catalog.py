@@ -55,6 +55,7 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     speculate: dict[str, str | int] | _Unset = msgspec.UNSET
     task: str | _Unset = msgspec.UNSET
     images: int | _Unset = msgspec.UNSET
+    sounds: int | _Unset = msgspec.UNSET
     max_queue: _Count | _Unset = msgspec.UNSET
     pin: bool | _Unset = msgspec.UNSET
     verify: bool | _Unset = msgspec.UNSET

@@ -191,6 +191,7 @@ class VllmEngine:
         max_logprobs: int = 20,
         pooler_config: Mapping[str, PoolerValue] | None = None,
         prompt_images: int = 0,
+        prompt_sounds: int = 0,
         adapters: Sequence[AdapterPlace] = (),
         adapter_room: AdapterRoom | None = None,
         speculation: Speculation | None = None,
@@ -203,29 +204,31 @@ class VllmEngine:
         a request in tokens; `max_batch` bounds the requests of a step. With `verify`, files are
         compared with their ``SHA256SUMS``, if any, when they are first read. One of several `ranks`
         (`executor.join_group`) has its shard. `images` keep packed weights. A prompt has up to
-        `prompt_images`. Other `adapters` may come to `adapter_room`; that of `embedding_task` is
-        the checkpoint's own. Raises `CheckpointError` for damaged files, `TaskRefused`,
-        `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, what vLLM raises.
+        `prompt_images`, or `prompt_sounds`. Other `adapters` may come to `adapter_room`; that of
+        `embedding_task` is the checkpoint's own. Raises `CheckpointError` for damaged files,
+        `TaskRefused`, `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, what vLLM raises.
         """
         check_seams()
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
-        headers = _headers(checkpoint, task, prompt_images, speculation)
+        most = prompt_images or prompt_sounds
+        headers = _headers(checkpoint, task, most, speculation)
         lora = BaseAdapters.read(checkpoint, adapters, adapter_room, task, ranks, where)
         kept_as = (path, dtype, ranks, adapters, adapter_room, embedding_task)
         shelf = images.shelf(*kept_as) if images else None
-        configure = partial(_configure, ranks, checkpoint, task, where, prompt_images)
-        config = configure(
+        about = (ranks, checkpoint, task, where, (prompt_images, prompt_sounds))
+        config = _configure(
+            about,
             dtype=dtype,
             max_model_len=max_context,
             max_num_seqs=max_batch,
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}) | lora_arguments(lora.stacks),
-            **draft_args(speculation, checkpoint, task, where, ranks, prompt_images, lora.stacks),
+            **draft_args(speculation, checkpoint, task, where, ranks, most, lora.stacks),
         )
         with recording(*headers, lora.adapters, lora.stacks, embedding_task) as recorded:
             placed = (model, recorded, arena, host, swapper, where, shelf, verify, encoded)
             place = partial(PlacedWeights.place, *placed)
-            read = _media_of(checkpoint, config, prompt_images)
+            read = _media_of(checkpoint, config, most)
             kv = KvPlacement(arena, f"kv:{model}", max_context, where, place, *read)
             with placing(kv):
                 core = _start(config, ranks)
@@ -564,19 +567,21 @@ class VllmEngine:
 
 
 def _configure(
-    ranks: int, checkpoint: ModelConfig, task: Task, device: Device, images: int, **chosen: Any
+    about: tuple[int, ModelConfig, Task, Device, tuple[int, int]], **chosen: Any
 ) -> VllmConfig:
-    """vLLM's configuration of an engine: `chosen` for it, the rest follows from the model. Raises
+    """vLLM's configuration of an engine: `chosen` for it, the rest follows from what it is `about`:
+    ranks, model, task, device, and the most images and sounds of a prompt. Raises
     `UnsupportedPooling`."""
+    ranks, checkpoint, task, device, most = about
     parameters.forbid_packing()
     register_types()
     encoder = task is Task.TRANSCRIPTION or (task.pools and checkpoint.is_encoder)
     whole = max(chosen["max_model_len"], encoder_tokens(checkpoint)) if encoder else 0
-    media = (
-        sound_args(checkpoint, ranks, device)
-        if task is Task.TRANSCRIPTION
-        else image_args(images, checkpoint, ranks, device)
-    )
+    images, sounds = most
+    if task is Task.TRANSCRIPTION or sounds:
+        media = sound_args(checkpoint, ranks, device, sounds)
+    else:
+        media = image_args(images, checkpoint, ranks, device)
     config = EngineArgs(
         max_num_batched_tokens=max(BATCHED_TOKENS, chosen["max_num_seqs"], whole),
         # vLLM would not do it for means; `pool_in_chunks` does.
@@ -606,27 +611,27 @@ def _configure(
         # do attend to what was computed before.
         config.cache_config.enable_prefix_caching = True
     check_pooling(task, config.model_config, checkpoint)
-    if checkpoint.architecture in MEDIA and not images:
+    if checkpoint.architecture in MEDIA and not any(most):
         name_as_text(config)
     return config
 
 
 def _headers(
-    checkpoint: ModelConfig, task: Task, images: int, speculation: Speculation | None
+    checkpoint: ModelConfig, task: Task, media: int, speculation: Speculation | None
 ) -> tuple[Sequence[WeightFile], Sequence[WeightFile], Sequence[WeightFile]]:
     """Of a checkpoint's files, with the tensors that are loaded, of those of dense layers behind
     the pooling, and of those of a head that drafts."""
     path, architecture = checkpoint.path, checkpoint.architecture
     files = [read_header(file) for file in weight_files(path)]
-    if not images:
+    if not media:
         files = [language_tensors(file, architecture) for file in files]
     dense = dense_files(path) if task is Task.EMBED else []
     return files, [read_header(file) for file in dense], head_files(speculation)
 
 
 def _media_of(checkpoint: ModelConfig, config: VllmConfig, most: int) -> tuple[int, int, int]:
-    """How many images a prompt has at most, the bytes of what is made of each of their tokens, and
-    how many tokens are made of a sound."""
+    """How many images or sounds a prompt has at most, the bytes of what is made of each of their
+    tokens, and how many tokens are made of a sound for cross attention."""
     number_bytes = config.model_config.dtype.itemsize
     token_bytes = image_token_bytes(checkpoint, number_bytes) if most else 0
     return most, token_bytes, encoder_tokens(checkpoint)
@@ -646,7 +651,7 @@ def _check_prompt(
 ) -> None:
     """Raises `ValueError`."""
     if asked.prompt_embeds is not None:
-        raise ValueError("prompts are made of tokens and images, not of embeddings")
+        raise ValueError("prompts are made of tokens, images and sounds, not of embeddings")
     tokens = len(sequence.prompt) + len(sequence.output)
     if not sequence.prompt or tokens > max_context - (asked.sampling_params is not None):
         raise ValueError(f"{tokens} tokens leave no room in {max_context}")

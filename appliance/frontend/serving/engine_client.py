@@ -59,7 +59,7 @@ _FINISHED: Final = {
 
 
 _OTHER_BYTES: Final = 1 << 20
-"""Of a request with images, besides these."""
+"""Of a request with images or sounds, besides these."""
 
 MAX_LISTED_TOKENS: Final = 1 << 18
 """That the sequences of a call list together: more than any vocabulary has. Each choice has
@@ -77,8 +77,9 @@ class TooManyListed(ValueError):
         )
 
 
-class ImagesTooLarge(ValueError):
-    """The prepared images of a request are more than the core takes; the message says so."""
+class MediaTooLarge(ValueError):
+    """The prepared images or sounds of a request are more than the core takes; the message says
+    so."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -140,7 +141,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         try:
             self._check_pooled(call, request)
             _check_listed(call, request, self._siblings(request.request_id))
-            _check_images(request, self._siblings(request.request_id))
+            _check_media(request, self._siblings(request.request_id))
             submit = self._submit_of(call, request)
             if self.one_by_one:
                 self._keep_apart(request.request_id)
@@ -151,7 +152,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             self._drop(request.request_id)
             if isinstance(error, RequestRefused):
                 raise CoreRefusal(error.refused) from error
-            if isinstance(error, ImagesTooLarge):
+            if isinstance(error, MediaTooLarge):
                 raise VLLMValidationError(str(error), parameter=error.parameter) from error
             if isinstance(error, BadMessage | TooManyListed | TooMuchPooled):
                 raise VLLMValidationError(str(error)) from error
@@ -251,7 +252,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             guide=_guide(sampling),
             together_tokens=self._siblings(request.request_id) * (len(prompt) + max_tokens),
             request_class=call.request_class,
-            images=_image_tokens(request),
+            images=_media_tokens(request, self._model.task),
         )
 
     def _check_pooled(self, call: Call, request: EngineCoreRequest) -> None:
@@ -363,30 +364,34 @@ def _check_listed(call: Call, request: EngineCoreRequest, siblings: int) -> None
         raise TooManyListed
 
 
-def _image_tokens(request: EngineCoreRequest) -> tuple[int, ...]:
-    """Tokens of each image in a prompt."""
-    features = request.mm_features or ()
-    images = [feature for feature in features if feature.modality == "image"]
-    return tuple([int(image.mm_position.get_num_embeds()) for image in images])
+def _media_tokens(request: EngineCoreRequest, task: Task) -> tuple[int, ...]:
+    """Tokens of each image or sound in a prompt. What is made text of is in none."""
+    features = () if task is Task.TRANSCRIPTION else request.mm_features or ()
+    return tuple([int(feature.mm_position.get_num_embeds()) for feature in features])
 
 
-def _check_images(request: EngineCoreRequest, siblings: int) -> None:
-    """Raise `ImagesTooLarge` for more prepared images than a request may have, or than all choices
-    may have that are asked for at once: each has images of its own in the core."""
+def _check_media(request: EngineCoreRequest, siblings: int) -> None:
+    """Raise `MediaTooLarge` for more prepared images or sounds than a request may have, or than all
+    choices may have that are asked for at once: each has its own in the core."""
+    of_sound = any(feature.modality == "audio" for feature in request.mm_features or ())
+    word, less = ("sounds", "shorter") if of_sound else ("images", "smaller")
     items = (feature.data for feature in request.mm_features or ())
     size = sum(MultiModalCache.get_item_size(item) for item in items if item is not None)
     if size > MAX_REQUEST_BYTES - _OTHER_BYTES:
-        raise ImagesTooLarge(
-            f"the images take {size} bytes when they are prepared for the model, of at most "
-            f"{MAX_REQUEST_BYTES - _OTHER_BYTES} in a request: send fewer or smaller ones, or have "
-            "max_pixels (or size.longest_edge, or max_patches where images are cut into tiles) "
-            "lowered in the checkpoint's preprocessor_config.json"
+        lowered = (
+            ", or have max_pixels (or size.longest_edge, or max_patches where images are cut into "
+            "tiles) lowered in the checkpoint's preprocessor_config.json"
+        )
+        raise MediaTooLarge(
+            f"the {word} take {size} bytes when they are prepared for the model, of at most "
+            f"{MAX_REQUEST_BYTES - _OTHER_BYTES} in a request: send fewer or {less} ones"
+            + ("" if of_sound else lowered)
         )
     if size * siblings > MAX_TOGETHER_BYTES:
-        raise ImagesTooLarge(
-            f"n: the images of all {siblings} choices take {size * siblings} bytes when they are "
+        raise MediaTooLarge(
+            f"n: the {word} of all {siblings} choices take {size * siblings} bytes when they are "
             f"prepared for the model, of at most {MAX_TOGETHER_BYTES}: ask for fewer choices, or "
-            "send fewer or smaller images",
+            f"send fewer {word}" + ("" if of_sound else ", or smaller ones"),
             "n",
         )
 

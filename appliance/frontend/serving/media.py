@@ -1,8 +1,9 @@
-"""Images that requests send, decoded for vLLM. Nothing is fetched here, and no sound or film is
+"""Images and sounds that requests send, decoded for vLLM. Nothing is fetched here, and no film is
 read.
 
-An image is decoded only if it was found and looked at in the call's body before
-(`appliance.frontend.images`). The threads that decode and prepare it belong to the call's turn.
+One is decoded only if it was found and looked at in the call's body before
+(`appliance.frontend.images`, `appliance.frontend.sound.chats`). The threads that decode and prepare
+it belong to the call's turn.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from vllm.multimodal import image as vllm_image
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, ImageMediaIO, MediaConnector
 from vllm.renderers import BaseRenderer
 
+from appliance.checkpoints.architectures.chat_sounds import RATE
 from appliance.frontend.calls import current
 from appliance.frontend.image_files import FORMATS, MAX_PIXELS, BadImage, decoded_url
 from appliance.frontend.images import in_thread, key_of_url, threads
+from appliance.frontend.sound.chats import decoded_url as decoded_sound
+from appliance.frontend.sound.chats import key_of_url as key_of_sound
+from appliance.frontend.sound.files import BadSound, decoded
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +35,8 @@ CONNECTOR: Final = "refusing"
 
 @MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)
 class RefusingConnector(MediaConnector):  # type: ignore[misc]
-    """Takes the place of what vLLM gets media with: gives images that the call may use. Raises
-    `VLLMValidationError` for all others."""
+    """Takes the place of what vLLM gets media with: gives images and sounds that the call may use.
+    Raises `VLLMValidationError` for all others."""
 
     async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
         call = current.get()
@@ -44,6 +49,19 @@ class RefusingConnector(MediaConnector):  # type: ignore[misc]
             )
         file = call.fetched.get(key)
         return await in_thread(call, threads, _decoded, name, image_url, file, image_mode)
+
+    async def fetch_audio_async(self, audio_url: str) -> Any:
+        call = current.get()
+        name = call.sounds.get(key_of_sound(audio_url))
+        if name is None:
+            raise VLLMValidationError(
+                "sounds are read of the messages of one chat (/v1/chat/completions): send them "
+                "there, and not in a batch of chats, or in what is only rendered"
+            )
+        return await in_thread(call, threads, _sound, name, audio_url)
+
+    def fetch_audio(self, *_: Any, **__: Any) -> NoReturn:
+        raise _refusal()
 
     def fetch_image(self, *_: Any, **__: Any) -> NoReturn:
         raise _refusal()
@@ -74,31 +92,32 @@ def bound_images() -> None:
 
 
 def prepare_in_turns(renderer: BaseRenderer) -> None:
-    """Have what a model's renderer makes of images belong to the turn of the call that sent them.
-    Once, before its first call. It raises `VLLMValidationError` for images that the checkpoint's
-    processor does not take."""
+    """Have what a model's renderer makes of images and sounds belong to the turn of the call that
+    sent them. Once, before its first call. It raises `VLLMValidationError` for what the
+    checkpoint's processor does not take."""
 
     def prepare(*args: Any, **kwargs: Any) -> Awaitable[Any]:
         call = current.get()
         work = partial(renderer._process_multimodal, *args, **kwargs)
-        return in_thread(call, renderer._mm_executor, _prepared, work, call.images)
+        return in_thread(call, renderer._mm_executor, _prepared, work, call.images, call.sounds)
 
     renderer._process_multimodal_async = prepare
 
 
-def _prepared(work: Callable[[], Any], images: Mapping[int, str]) -> Any:
-    """What vLLM makes of images with these names; its own error shows objects of Python."""
+def _prepared(work: Callable[[], Any], images: Mapping[int, str], sounds: Mapping[int, str]) -> Any:
+    """What vLLM makes of media with these names; its own error shows objects of Python."""
     try:
         return work()
     except ValueError as error:
-        if not images or not str(error).startswith("Failed to apply "):
+        if not (images or sounds) or not str(error).startswith("Failed to apply "):
             raise
-        log.info("images were not prepared: %r", error.__cause__)
-        names = list(images.values())
+        log.info("images or sounds were not prepared: %r", error.__cause__)
+        names = list((images or sounds).values())
+        word, other = ("sound", "length") if sounds else ("image", "shape")
         raise VLLMValidationError(
-            f"{', '.join(names)}: the model's image processor does not take "
-            f"{'this image' if len(names) == 1 else 'one of these images'}: send one of another "
-            "shape",
+            f"{', '.join(names)}: the model's {word} processor does not take "
+            f"{f'this {word}' if len(names) == 1 else f'one of these {word}s'}: send one of "
+            f"another {other}",
             parameter=names[0],
         ) from error
 
@@ -115,5 +134,16 @@ def _decoded(name: str, url: str, file: bytes | None, mode: str | None) -> Any:
         raise VLLMValidationError(f"{name}: it is damaged: {error}", parameter=name) from error
 
 
+def _sound(name: str, url: str) -> tuple[Any, int]:
+    """The sound as vLLM has it: samples, and how many are a second. Raises
+    `VLLMValidationError`."""
+    try:
+        return decoded(decoded_sound(url), RATE), RATE
+    except BadSound as error:
+        raise VLLMValidationError(f"{name}: {error}", parameter=name) from error
+
+
 def _refusal() -> VLLMValidationError:
-    return VLLMValidationError("no model here reads sound or films: send text and images")
+    return VLLMValidationError(
+        "no model here reads films or embeddings: send text, images or sounds in messages"
+    )

@@ -220,7 +220,7 @@ def arguments(model: FrontModel) -> Namespace:
         "--disable-log-stats",
         *("--runner", "pooling" if model.task.pools else "generate"),
     ]
-    sounds = int(model.task is Task.TRANSCRIPTION)
+    sounds = model.sounds or int(model.task is Task.TRANSCRIPTION)
     if model.images or sounds:
         options += ["--limit-mm-per-prompt", json.dumps(_limits(model.images, sounds))]
         # What is prepared for one client is not kept for others, which could tell by its time.

@@ -1,4 +1,5 @@
-"""`ImagePrompts`: the images of one model's prompts, and what the encoder makes of them.
+"""`ImagePrompts`: the images of one model's prompts, or the sounds of its chats, and what the
+encoder makes of them.
 
 vLLM's scheduler has an image encoded in the step that computes the first of its tokens, and its
 runner keeps the output until the last of them is computed. A step of the appliance must compute as
@@ -23,7 +24,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.engines.protocol import SequenceSpec
-from appliance.engines.vllm.images.features import checked
+from appliance.engines.vllm.images.features import checked, read_by
 from appliance.engines.vllm.images.outputs import EncoderOutputs
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import SeamMoved
@@ -31,7 +32,7 @@ from appliance.vocabulary import KvShape, RequestId
 
 
 class ImagePrompts:
-    """Of one engine; of a model that reads no images, too."""
+    """Of one engine; of a model that reads nothing but text, too."""
 
     def __init__(
         self,
@@ -41,7 +42,11 @@ class ImagePrompts:
         shape: KvShape,
     ) -> None:
         media = config.model_config.multimodal_config
-        self._most = media.get_limit_per_prompt("image") if media is not None else 0
+        reads = read_by((config.model_config.hf_config.architectures or [""])[0])
+        self._key = f"{reads.word}s" if reads is not None else "images"
+        self._most = 0
+        if media is not None and reads is not None:
+            self._most = media.get_limit_per_prompt(reads.modality)
         self._config = config.model_config.hf_config
         self._model: Any = runner.get_model()
         self._of_runner: dict[str, Any] = runner.encoder_cache
@@ -69,17 +74,18 @@ class ImagePrompts:
     def take(
         self, asked: EngineCoreRequest, sequence: SequenceSpec, salt: str, adapter: str = ""
     ) -> list[MultiModalFeatureSpec]:
-        """The images of a prompt, checked; they are shared among prompts with one `salt` and one
-        `adapter`: what KV knows it by, and not its name, which another one may get. Raises
+        """The images or sounds of a prompt, checked; they are shared among prompts with one `salt`
+        and one `adapter`: what KV knows it by, and not its name, which another one may get. Raises
         `ValueError`."""
         features = asked.mm_features or ()
         if features and not self._most:
-            raise ValueError("the model is served for text only: its `images` is 0")
+            key = "sounds" if features[0].modality == "audio" else "images"
+            raise ValueError(f"the model is served for text only: its `{key}` is 0")
         owner = repr((adapter, salt))
         found = checked(features, len(sequence.prompt), self._most, self._config, owner)
         tokens = tuple([int(feature.mm_position.get_num_embeds()) for feature in found])
         if tokens != sequence.images:
-            raise ValueError(f"images of {tokens} tokens, and room for {sequence.images}")
+            raise ValueError(f"{self._key} of {tokens} tokens, and room for {sequence.images}")
         return found
 
     def begin(self, request: Request, provide: Callable[[int], None]) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.checkpoints.architectures.chat_sounds import why_no_sounds
 from appliance.checkpoints.architectures.transcribers import why_not_served
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.overrides import whole_config
 from appliance.engines.vllm.device import Device
 
 
-def sound_args(checkpoint: ModelConfig, ranks: int, device: Device) -> dict[str, Any]:
-    """For a model that makes text of sound. Raises `ValueError` for one that is not served here."""
-    if wrong := why_not_served(checkpoint, ranks=ranks, cuda=not device.host_memory):
+def sound_args(
+    checkpoint: ModelConfig, ranks: int, device: Device, sounds: int = 0
+) -> dict[str, Any]:
+    """For a model that makes text of sound; or for one whose chats have up to so many `sounds`.
+    Raises `ValueError` for one that is not served so here."""
+    why_not = why_no_sounds if sounds else why_not_served
+    if wrong := why_not(checkpoint, ranks=ranks, cuda=not device.host_memory):
         raise ValueError(f"{checkpoint.path}: {wrong}")
     return {
         "hf_overrides": whole_config,
         # What prepares sound is made with it; vLLM asks that how long a sound is.
         "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"audio": 1},
+        "limit_mm_per_prompt": {"audio": sounds or 1},
         "mm_processor_cache_gb": 0,  # sound comes prepared
         "skip_mm_profiling": True,
     }

@@ -1,0 +1,165 @@
+"""The sounds in the body of a chat: found before vLLM reads it, called as its client calls them,
+and looked at before they are decoded.
+
+What is not found here, vLLM is not given either (`appliance.frontend.serving.media`).
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import pybase64
+
+from appliance.checkpoints.architectures.chat_sounds import SECONDS
+from appliance.frontend.sound.files import MAX_VALUES, BadSound, checked_length
+from appliance.frontend.sound.forms import BYTES_A_SECOND
+from appliance.http.errors import BadRequest
+
+PATHS: Final = frozenset({"/v1/chat/completions", "/tokenize"})
+"""Where messages may have sounds."""
+FORMATS: Final = ("wav", "mp3", "flac", "ogg")
+"""What clients may call a sound; what it is, is read of its content."""
+MIN_SECONDS: Final = 0.1
+"""Of a sound: the encoder makes nothing of much shorter ones."""
+
+_DATA: Final = re.compile("data:", re.IGNORECASE)
+_NOT_READ: Final = (
+    *("image_url", "input_image", "image", "image_embeds", "image_pil", "prompt_embeds"),
+    *("audio_embeds", "video_embeds", "video_url", "file", "input_file", "document"),
+)
+"""Kinds of parts, and fields that make a part one of them."""
+
+
+class ChatSound(NamedTuple):
+    """A sound that a body sends."""
+
+    name: str
+    """The field, as in ``messages[0].content[1].input_audio.data``."""
+    sent: object
+    """A URL, or base64; what else it is, is refused."""
+    is_url: bool
+
+    def file(self) -> bytes:
+        """Raises `BadSound`."""
+        if not isinstance(self.sent, str) or not self.sent:
+            raise BadSound("send the sound in base64")
+        if not self.is_url:
+            return _decoded_base64(self.sent)
+        return decoded_url(self.sent)
+
+    def key(self) -> int:
+        """What `call.sounds` knows it by."""
+        return key_of_url(str(self.sent)) if self.is_url else hash(str(self.sent))
+
+
+def characters(sounds: tuple[ChatSound, ...]) -> int:
+    """Of the body, which are no text."""
+    return sum(len(sound.sent) for sound in sounds if isinstance(sound.sent, str))
+
+
+def key_of_url(url: str) -> int:
+    """What `call.sounds` knows a sound by: its base64, which vLLM makes a URL of."""
+    return hash(url.partition(",")[2])
+
+
+def decoded_url(url: str) -> bytes:
+    """The file in a data URL. Raises `BadSound` for other URLs."""
+    if not _DATA.match(url):
+        raise BadSound("no sound is fetched from URLs: send it as input_audio, or as a data URL")
+    head, comma, data = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise BadSound('the data URL has no base64: send "data:audio/wav;base64,..."')
+    return _decoded_base64(data)
+
+
+def _decoded_base64(data: str) -> bytes:
+    try:
+        return pybase64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadSound(f"no base64: {error}") from error
+
+
+def find(path: str, fields: Mapping[str, Any], most: int) -> tuple[ChatSound, ...]:
+    """The sounds in a body for `path`, of which a prompt may have `most`. Raises `BadRequest` for
+    more, and for parts that are neither text nor sound."""
+    if path not in PATHS:
+        return ()
+    found: list[ChatSound] = []
+    messages = _messages(fields.get("messages"))
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, dict):
+                found += _of_part(f"messages[{i}].content[{j}]", part)
+    if len(found) > most:
+        name = found[most].name
+        message = f"{name}: a prompt of this model has at most {most} sounds"
+        raise BadRequest(message, name, "too_many_sounds")
+    return tuple(found)
+
+
+def _messages(raw: object) -> Any:
+    """None if it is not there or cannot be read, which vLLM says."""
+    if not isinstance(raw, msgspec.Raw):
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _of_part(name: str, part: Mapping[str, Any]) -> Iterator[ChatSound]:
+    kind = part.get("type")
+    for other in _NOT_READ:
+        if kind == other or other in part:
+            message = f"{name}: this model reads no {other}: send text and sound"
+            raise BadRequest(message, name, "unsupported_part")
+    said = {one for one in ("input_audio", "audio_url") if kind == one or one in part}
+    if not said:
+        return
+    if len(said) > 1:
+        raise BadRequest(f"{name}: send one sound in a part", name, "invalid_sound")
+    if part.get("uuid") is not None:
+        message = f"{name}.uuid: sounds are known by their content: remove it"
+        raise BadRequest(message, f"{name}.uuid", "unsupported_field")
+    (field,) = said
+    sent = part.get(field)
+    if field == "audio_url":
+        url = sent.get("url") if isinstance(sent, dict) else sent
+        yield ChatSound(f"{name}.audio_url", url, is_url=True)
+        return
+    sent = sent if isinstance(sent, dict) else {}
+    if sent.get("format") not in FORMATS:
+        at = f"{name}.input_audio.format"
+        raise BadRequest(f"{at}: use one of {', '.join(FORMATS)}", at, "invalid_sound")
+    yield ChatSound(f"{name}.input_audio.data", sent.get("data"), is_url=False)
+
+
+def look_at(sounds: tuple[ChatSound, ...]) -> tuple[dict[int, str], int]:
+    """The names of sounds by their keys, and the bytes that all of them take in memory until they
+    are submitted. Nothing is decoded. Raises `BadRequest` for what is no sound that is read, and
+    for longer ones."""
+    seconds, values = 0.0, 0
+    for sound in sounds:
+        try:
+            length = checked_length(sound.file())
+            values += length.frames * length.channels
+            if length.seconds > SECONDS:
+                raise BadSound(
+                    f"it is longer than {SECONDS} seconds: send it in several parts, as sounds of "
+                    "their own"
+                )
+            if length.seconds < MIN_SECONDS:
+                raise BadSound(f"it is shorter than {MIN_SECONDS} seconds: send a longer one")
+            if values > MAX_VALUES:
+                raise BadSound(
+                    f"with it the request has more than {MAX_VALUES} samples: send fewer sounds"
+                )
+        except BadSound as error:
+            raise BadRequest(f"{sound.name}: {error}", sound.name, "invalid_sound") from error
+        seconds += SECONDS  # each is prepared as one of the longest
+    return {sound.key(): sound.name for sound in sounds}, int(seconds * BYTES_A_SECOND)
