@@ -288,11 +288,13 @@ MUTATIONS: Final = (
     Mutation(
         "a region that could not be released is forgotten",
         f"{MEMORY}/arena.py",
-        """            self._give_back(region, region._slabs)
+        """            self._give_back(region, list(region._slabs))
+            self._vacated.clear_within(region.address, region.slots * self.slab_bytes)
             self.vmm.release(region.address, region.slots * self.slab_bytes)
             self._regions.remove(region)""",
         """            self._regions.remove(region)
-            self._give_back(region, region._slabs)
+            self._give_back(region, list(region._slabs))
+            self._vacated.clear_within(region.address, region.slots * self.slab_bytes)
             self.vmm.release(region.address, region.slots * self.slab_bytes)""",
         f"{FAILURES}::test_regions",
     ),
@@ -467,6 +469,66 @@ MUTATIONS: Final = (
         "            if region not in self._regions:",
         "            if False:",
         f"{TESTS}/test_arena.py::test_a_region_is_released_once",
+    ),
+    # Slabs that are unmapped by another thread than the one that computes.
+    Mutation(
+        "a vacated slab is mapped while it lies elsewhere",
+        f"{MEMORY}/arena.py",
+        "        self._vacated.clear_for(map(region.slot_address, slots), slabs)\n",
+        "        self._vacated.clear_for(map(region.slot_address, slots), ())\n",
+        f"{TESTS}/test_arena.py::test_many_slabs_are_vacated_without_waiting",
+    ),
+    Mutation(
+        "an address gets a slab while a vacated one lies there",
+        f"{MEMORY}/arena.py",
+        "        self._vacated.clear_for(map(region.slot_address, slots), slabs)\n",
+        "        self._vacated.clear_for((), slabs)\n",
+        f"{TESTS}/test_arena.py::test_an_address_is_unmapped_before_another_slab_comes_there",
+    ),
+    Mutation(
+        "a mapping does not wait for what is being unmapped",
+        f"{MEMORY}/vacated.py",
+        "            for first, count in self._runs(sorted(wanted - self._busy)):",
+        "            for first, count in self._runs(sorted(wanted)):",
+        f"{TESTS}/test_arena.py::test_many_slabs_are_vacated_without_waiting",
+    ),
+    Mutation(
+        "vacated slabs are taken before others",
+        f"{MEMORY}/arena.py",
+        """        slabs = self._take(min(count, self._counts[_FREE]), _FREE)
+        return slabs + self._take(count - len(slabs), _VACATED)""",
+        """        slabs = self._take(min(count, self._counts[_VACATED]), _VACATED)
+        return slabs + self._take(count - len(slabs), _FREE)""",
+        f"{TESTS}/test_arena.py::test_many_slabs_are_vacated_without_waiting",
+    ),
+    Mutation(
+        "the thread that computes unmaps what it evicts",
+        f"{MEMORY}/weights.py",
+        "        self.region.vacate(range(self.region.slots))",
+        "        self.region.unmap(range(self.region.slots))",
+        f"{TESTS}/test_weights.py::test_a_switch_maps_and_unmaps_nothing_itself",
+    ),
+    Mutation(
+        "the thread that computes maps what is read from files",
+        f"{MEMORY}/weights.py",
+        "        self.region.set_aside(range(self.region.slots))\n",
+        "        self.region.map(range(self.region.slots))\n"
+        "        self.region._aside.update(range(self.region.slots))\n",
+        f"{TESTS}/test_weights.py::test_a_switch_maps_and_unmaps_nothing_itself",
+    ),
+    Mutation(
+        "what the driver refused to unmap counts as unmapped",
+        f"{MEMORY}/vacated.py",
+        "                if error is None:\n",
+        "                if True:\n",
+        f"{TESTS}/test_arena.py::test_what_cannot_be_unmapped_is_tried_again",
+    ),
+    Mutation(
+        "a range is given back with vacated slabs in it",
+        f"{MEMORY}/arena.py",
+        "            self._vacated.clear_within(region.address, region.slots * self.slab_bytes)\n",
+        "",
+        f"{TESTS}/test_arena.py::test_a_region_is_released_with_what_was_vacated",
     ),
     # Host memory.
     Mutation(

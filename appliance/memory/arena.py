@@ -5,7 +5,8 @@
     region "kv:b"       |s2|  |  |  |
     free                 s4 s5 s6
 
-Every slab is in exactly one place: free, or under one slot of one region.
+Every slab is in exactly one place: free, or under one slot of one region. One that was vacated is
+free and taken last: until it is mapped again it may lie under its old address, which nothing uses.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from appliance.memory.vacated import AT_ONCE_SLABS, VacatedSlabs
 from appliance.memory.vmm import Vmm
 
 POISON: Final = 0xFF
@@ -75,6 +77,12 @@ class Region:
         when the system refuses: those that `mapped` still counts can be unmapped again."""
         self._arena._unmap(self, list(slots))
 
+    def vacate(self, slots: Iterable[int]) -> None:
+        """Give the slabs of these slots back without waiting for them to be unmapped, if they are
+        many. As with `unmap`, nothing that runs or is in line may touch them. Raises `ValueError`
+        for a slot without one."""
+        self._arena._vacate(self, list(slots))
+
     def release(self) -> None:
         """Give back the slabs and the address range; the region must not be used afterwards.
 
@@ -86,17 +94,21 @@ class Region:
 class Arena:
     """The slabs of one `Vmm`, and every region reserved over them. Safe to use from threads."""
 
-    def __init__(self, vmm: Vmm, poison: bool = False) -> None:
+    def __init__(
+        self, vmm: Vmm, poison: bool = False, *, at_once_slabs: int = AT_ONCE_SLABS
+    ) -> None:
         """With `poison`, a slab that is mapped holds nothing but `POISON` until it is written.
 
         That costs a write of the whole slab per mapping: it is for tests, where a read of what
-        never landed is to be seen.
+        never landed is to be seen. Of slabs that are vacated, at most `at_once_slabs` are unmapped
+        by the thread that vacates them.
         """
         self.vmm = vmm
         self.slabs = vmm.slabs
         self.slab_bytes = vmm.slab_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
         self._free = _FreeSlabs(vmm.slabs)
+        self._vacated = VacatedSlabs(vmm, self._lock, self._free.clear, at_once_slabs)
         self._poison = ctypes.create_string_buffer(vmm.slab_bytes) if poison else None
         if self._poison is not None:
             ctypes.memset(self._poison, POISON, vmm.slab_bytes)
@@ -145,8 +157,16 @@ class Arena:
             seen = self._free.numbers()
             for region in self._regions:
                 seen.extend(region._slabs.values())
+            vacated = [slab for slab in self._free.numbers(vacated=True) if slab in self._vacated]
+            if vacated != self._free.numbers(vacated=True):
+                raise AssertionError("a slab is taken for vacated, and is not")
         if sorted(seen) != list(range(self.slabs)):
             raise AssertionError(f"slabs lost or in two places: {sorted(seen)} of {self.slabs}")
+
+    def settle(self) -> None:
+        """Return when all that was vacated is unmapped, but for what the system refused."""
+        with self._lock:
+            self._vacated.settle()
 
     def _map(self, region: Region, slots: Sequence[int]) -> None:
         with self._lock:
@@ -190,6 +210,7 @@ class Arena:
     def _put(self, region: Region, slots: Sequence[int]) -> None:
         """Map the slabs that are set aside for these slots."""
         slabs = [region._slabs[slot] for slot in slots]
+        self._vacated.clear_for(map(region.slot_address, slots), slabs)
         for first, slab, count in _runs(slots, slabs):
             self.vmm.map(region.slot_address(first), slab, count)
             region._aside.difference_update(range(first, first + count))
@@ -197,21 +218,33 @@ class Arena:
 
     def _unmap(self, region: Region, slots: list[int]) -> None:
         with self._lock:
-            if len(set(slots)) != len(slots):
-                raise ValueError(f"{region.owner} names a slot twice")
-            for slot in slots:
-                if slot not in region._slabs:
-                    raise ValueError(f"slot {slot} of {region.owner} has no slab")
+            _check_held(region, slots)
             self._give_back(region, slots)
 
+    def _vacate(self, region: Region, slots: list[int]) -> None:
+        with self._lock:
+            _check_held(region, slots)
+            self._give_back_aside(region, slots)
+            left = {slot: region._slabs.pop(slot) for slot in slots if slot in region._slabs}
+            self._vacated.add({region.slot_address(slot): slab for slot, slab in left.items()})
+            self._free_up(left.values())
+
     def _give_back(self, region: Region, slots: Iterable[int]) -> None:
-        aside = region._aside.intersection(slots)
-        region._aside -= aside
-        self._free.give(region._slabs.pop(slot) for slot in aside)
-        ordered = sorted(set(slots) - aside)
+        self._give_back_aside(region, slots)
+        ordered = sorted(region._slabs.keys() & set(slots))
         for first, _, count in _runs(ordered, ordered):
             self.vmm.unmap(region.slot_address(first), count)
-            self._free.give(region._slabs.pop(first + i) for i in range(count))
+            self._free_up(region._slabs.pop(first + i) for i in range(count))
+
+    def _give_back_aside(self, region: Region, slots: Iterable[int]) -> None:
+        """Those of them that are not mapped yet."""
+        aside = region._aside.intersection(slots)
+        region._aside -= aside
+        self._free_up(region._slabs.pop(slot) for slot in aside)
+
+    def _free_up(self, slabs: Iterable[int]) -> None:
+        for slab in slabs:
+            self._free.give(slab, vacated=slab in self._vacated)
 
     def _fill_poison(self, region: Region, slots: range) -> None:
         if self._poison is not None:
@@ -224,50 +257,76 @@ class Arena:
             if region not in self._regions:
                 # Its addresses may be another's by now.
                 raise ValueError(f"a region of {region.owner} is released twice")
-            self._give_back(region, region._slabs)
+            self._give_back(region, list(region._slabs))
+            self._vacated.clear_within(region.address, region.slots * self.slab_bytes)
             self.vmm.release(region.address, region.slots * self.slab_bytes)
             self._regions.remove(region)
 
 
+def _check_held(region: Region, slots: Sequence[int]) -> None:
+    if len(set(slots)) != len(slots):
+        raise ValueError(f"{region.owner} names a slot twice")
+    for slot in slots:
+        if slot not in region._slabs:
+            raise ValueError(f"slot {slot} of {region.owner} has no slab")
+
+
+_FREE, _TAKEN, _VACATED = range(3)
+
+
 class _FreeSlabs:
-    """Slab numbers that are free, handed out in runs as long as they come.
+    """Slab numbers that are free, handed out in runs as long as they come, vacated ones last.
 
     A byte per slab, searched in C: a pool of tens of thousands costs microseconds a run.
     """
 
     def __init__(self, slabs: int) -> None:
-        self._taken = bytearray(slabs)
-        self._count = slabs
+        self._states = bytearray(slabs)
+        self._counts = {_FREE: slabs, _VACATED: 0}
 
     def __len__(self) -> int:
-        return self._count
+        return sum(self._counts.values())
 
-    def numbers(self) -> list[int]:
-        return [slab for slab, taken in enumerate(self._taken) if not taken]
+    def numbers(self, *, vacated: bool = False) -> list[int]:
+        """All of them, or those that were vacated."""
+        wanted = (_VACATED,) if vacated else (_FREE, _VACATED)
+        return [slab for slab, state in enumerate(self._states) if state in wanted]
 
     def take(self, count: int) -> list[int]:
         """`count` of them, which there are: the first run that is long enough, else more."""
+        slabs = self._take(min(count, self._counts[_FREE]), _FREE)
+        return slabs + self._take(count - len(slabs), _VACATED)
+
+    def _take(self, count: int, state: int) -> list[int]:
         slabs: list[int] = []
         wanted, start = count, 0
         while missing := count - len(slabs):
             wanted = min(wanted, missing)
-            first = self._taken.find(bytes(wanted), start)
+            first = self._states.find(bytes([state]) * wanted, start)
             if first < 0:
                 # Nothing this long: from the start again, for half of it.
                 wanted, start = (wanted if start else wanted // 2), 0
                 continue
-            end = self._taken.find(1, first)
-            size = min((len(self._taken) if end < 0 else end) - first, missing)
+            others = (self._states.find(other, first) for other in range(3) if other != state)
+            end = min((at for at in others if at >= 0), default=len(self._states))
+            size = min(end - first, missing)
             start = first + size
-            self._taken[first:start] = b"\1" * size
+            self._states[first:start] = bytes([_TAKEN]) * size
             slabs.extend(range(first, start))
-        self._count -= count
+        self._counts[state] -= count
         return slabs
 
-    def give(self, slabs: Iterable[int]) -> None:
-        for slab in slabs:
-            self._taken[slab] = 0
-            self._count += 1
+    def give(self, slab: int, *, vacated: bool) -> None:
+        state = _VACATED if vacated else _FREE
+        self._states[slab] = state
+        self._counts[state] += 1
+
+    def clear(self, slab: int) -> None:
+        """It lies under no address any more; it may have been taken."""
+        if self._states[slab] == _VACATED:
+            self._states[slab] = _FREE
+            self._counts[_VACATED] -= 1
+            self._counts[_FREE] += 1
 
 
 def _runs(slots: Sequence[int], slabs: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -156,7 +156,7 @@ class Slots(Protocol):
 
     def map(self, slots: Sequence[int]) -> None: ...
 
-    def unmap(self, slots: Iterable[int]) -> None: ...
+    def vacate(self, slots: Iterable[int]) -> None: ...
 
 
 class _Group:
@@ -266,7 +266,7 @@ class KvPool:
             # That the arena has no more slabs is no failure if cold blocks make up for it.
             short = missing - self._blocks_in(mapped) - len(self._cold)
             if not isinstance(failure, PoolExhausted) or short > 0:
-                self._unmap(mapped)
+                self._vacate(mapped)
                 self._unplan(plan)
                 raise
         self._unplan(plan[len(mapped) :])
@@ -351,7 +351,7 @@ class KvPool:
                 del self._cold[block]
             self._lose(lost)
         empty = sorted(self._empty)
-        self._unmap(empty)
+        self._vacate(empty)
         self._unplan(empty)
         for number in empty:
             group = self._groups.pop(number)
@@ -407,8 +407,8 @@ class KvPool:
     def _blocks_in(self, groups: Iterable[int]) -> int:
         return sum(len(self.geometry.blocks_of(number)) for number in groups)
 
-    def _unmap(self, groups: Iterable[int]) -> None:
-        self._slots.unmap([slot for number in groups for slot in self.geometry.slots_of(number)])
+    def _vacate(self, groups: Iterable[int]) -> None:
+        self._slots.vacate([slot for number in groups for slot in self.geometry.slots_of(number)])
 
     def _lose(self, blocks: Iterable[int]) -> None:
         """Blocks that were cold are free."""

@@ -46,5 +46,8 @@ class Vmm(Protocol):
     def stream(self, name: str) -> Stream:
         """A new stream for copies between addresses of this memory and of the host tier."""
 
+    def adopt_thread(self) -> None:
+        """Prepare the calling thread, which only maps and unmaps. Raises `OSError`."""
+
     def close(self) -> None:
         """Let go of the physical memory; mappings still in place keep theirs."""

@@ -80,6 +80,10 @@ class HostVmm:
     def stream(self, name: str) -> Stream:
         return HostStream(name, self._cpus)
 
+    def adopt_thread(self) -> None:
+        """It may run on the CPUs that copies may run on: the thread that starts it may be bound."""
+        os.sched_setaffinity(0, self._cpus)
+
     def close(self) -> None:
         """Idempotent."""
         if self.fd >= 0:

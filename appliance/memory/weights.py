@@ -237,19 +237,19 @@ class DeviceWeights:
 
     def begin_load(self) -> Transfer:
         """Take slabs for the region and start to bring the image in, unless that was done already.
-        They are mapped by the thread that copies, just before each part of the image.
+        They are mapped by the thread that copies, just before each part of the image, or before all
+        of it where it is written by the host.
 
         Raises `PoolExhausted` with nothing taken.
         """
         if self._transfer is not None:
             return self._transfer
+        self.region.set_aside(range(self.region.slots))
         if self._master is None or self._codec is not None:
-            self.region.map(range(self.region.slots))
             self._transfer = self._new_transfer(self.region.owner)
             self._swapper.follow(self._transfer)
             threading.Thread(target=self._write_region, args=(self._transfer,), daemon=True).start()
         else:
-            self.region.set_aside(range(self.region.slots))
             self._transfer = self._swapper.start(
                 TransferKind.WEIGHTS,
                 self.region.owner,
@@ -274,13 +274,14 @@ class DeviceWeights:
         return self._transfer is not None and self._transfer.done and self._transfer.error is None
 
     def evict(self) -> None:
-        """Unmap, once a load under way has let go; idempotent."""
+        """Give the slabs back, once a load under way has let go; idempotent. They are unmapped
+        later: nothing that runs or is in line may touch the weights any more."""
         if self._transfer is None:
             return
         self._transfer.cancel()
         self._transfer.join()
         self._transfer = None
-        self.region.unmap(range(self.region.slots))
+        self.region.vacate(range(self.region.slots))
 
     def _new_transfer(self, owner: str) -> Transfer:
         return Transfer(TransferKind.WEIGHTS, owner, self.layout.nbytes, time.monotonic())
@@ -291,7 +292,15 @@ class DeviceWeights:
         write = self._write_staged if self._staged else self._write
         if self._master is not None:
             write = self._write_decoded
-        _carry_out(transfer, Image([self.region.address], size), write)
+
+        def map_and_write(transfer: Transfer, image: Image) -> None:
+            for slots in self._steps():
+                if transfer.cancelled:
+                    raise TransferCancelled(f"{self.region.owner} was cancelled")
+                self.region.map_aside(slots)
+            write(transfer, image)
+
+        _carry_out(transfer, Image([self.region.address], size), map_and_write)
 
     def _write_decoded(self, transfer: Transfer, image: Image) -> None:
         """A `Write`. What is damaged is read from the files."""
@@ -318,16 +327,20 @@ class DeviceWeights:
     def _copies(self, master: Image) -> Iterator[Copy]:
         """From the master image to the region, first byte to last, each part of which is mapped
         when it is asked for."""
-        step = max(1, MAPPED_AHEAD_BYTES // self._slab_bytes)
-        for first in range(0, self.region.slots, step):
-            slots = range(first, min(first + step, self.region.slots))
+        for slots in self._steps():
             self.region.map_aside(slots)
-            start = first * self._slab_bytes
+            start = slots.start * self._slab_bytes
             size = min(len(slots) * self._slab_bytes, self.layout.nbytes - start)
             address = self.region.address + start
             for source, nbytes in master.parts(start, size):
                 yield Copy(address, source, nbytes)
                 address += nbytes
+
+    def _steps(self) -> Iterator[range]:
+        """All slots, in the order of the image, as many as are mapped at one go."""
+        step = max(1, MAPPED_AHEAD_BYTES // self._slab_bytes)
+        for first in range(0, self.region.slots, step):
+            yield range(first, min(first + step, self.region.slots))
 
 
 class _Staging(Transfer):

@@ -306,9 +306,9 @@ def test_nothing_is_unmapped_while_it_may_be_computed(
     begun. A CPU is not, but is asked as well."""
     engine, region = box.engine, box.engine._cache.region
     events: list[str] = []
-    unmap = region.unmap
+    vacate = region.vacate
     monkeypatch.setattr(engine._device, "settle", lambda: events.append("settle"))
-    monkeypatch.setattr(region, "unmap", lambda slots: (events.append("unmap"), unmap(slots)))
+    monkeypatch.setattr(region, "vacate", lambda slots: (events.append("vacate"), vacate(slots)))
     box.add("p", prompt(70))
     engine.begin_prefill("p", PLENTY)
     engine.forget("p")
@@ -325,8 +325,24 @@ def test_nothing_is_unmapped_while_it_may_be_computed(
     engine.forget("f")
 
     for seen in (forgotten, events):
-        assert "unmap" in seen
-        assert "settle" in seen[: seen.index("unmap")]
+        assert "vacate" in seen
+        assert "settle" in seen[: seen.index("vacate")]
+
+
+def test_weights_are_vacated_once_nothing_computes(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread unmaps them, and asks no device whether it is still at a step."""
+    engine, region = box.engine, box.engine._placed.weights.region
+    events: list[str] = []
+    vacate = region.vacate
+    monkeypatch.setattr(engine._device, "settle", lambda: events.append("settle"))
+    monkeypatch.setattr(region, "vacate", lambda slots: (events.append("vacate"), vacate(slots)))
+
+    engine.evict_weights()
+
+    assert events == ["settle", "vacate"]
+    engine.begin_load().wait()
 
 
 def test_wrong_calls_are_refused(box: Box) -> None:

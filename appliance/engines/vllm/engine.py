@@ -250,6 +250,7 @@ class VllmEngine:
         self._adapters.change(found)
 
     def evict_weights(self) -> None:
+        self._device.settle()  # another thread unmaps them, and asks nothing
         self._placed.weights.evict()
 
     def retire(self) -> None:
@@ -259,7 +260,6 @@ class VllmEngine:
             self.forget(request)
         device, null_block = self._device, self._cache.null_block
         try:
-            device.settle()
             self.evict_weights()
             self._placed.weights.region.release()
             self._cache.region.release()

@@ -24,8 +24,10 @@ from appliance.memory.cuda.pinning import HostPinning, cut
 from appliance.memory.streams import Copy, pieces, require
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 
-PIECE_BYTES: Final = 8 << 20
-"""Larger than on the host: handing a piece over costs the same for any size, and links are fast."""
+PIECE_BYTES: Final = 16 << 20
+"""Larger than on the host: handing a piece over costs the same for any size, and links are fast.
+An H200 copied pieces of 4 MiB at 96.6 % of its link's rate, of 16 MiB at 99.4 %, and of 64 MiB, for
+which a cancel would wait four times as long, at 99.9 %."""
 
 AHEAD_PIECES: Final = 32
 """Pieces in line with the driver: enough that it never runs dry, few enough to cancel soon."""

@@ -117,6 +117,9 @@ class CudaVmm:
             pinnings=self._pinnings,
         )
 
+    def adopt_thread(self) -> None:
+        self.context.adopt_thread()
+
     def compute_waits(self, transfer: Transfer, nbytes: int | None = None) -> None:
         """Have all that is given to the compute stream from now on wait for a transfer's bytes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 
 from appliance.memory.streams import Stream
 
@@ -16,7 +17,12 @@ class RecordingVmm:
         self.placed: dict[int, int] = {}
         self.calls: list[tuple[int, int, int]] = []
         self.fail_after = fail_after
+        self.refusals = 0
+        """So many calls to unmap are refused."""
+        self.threads: set[int] = set()
+        """That mapped or unmapped."""
         self._next = 1000
+        self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> int:
         address = self._next
@@ -28,15 +34,25 @@ class RecordingVmm:
             if not self.fail_after:
                 raise OSError(errno.ENOMEM, "ENOMEM")
             self.fail_after -= 1
-        for i in range(count):
-            assert address + i * self.slab_bytes not in self.placed
-            assert slab + i not in self.placed.values()
-            self.placed[address + i * self.slab_bytes] = slab + i
-        self.calls.append((address, slab, count))
+        with self._lock:
+            self.threads.add(threading.get_ident())
+            for i in range(count):
+                assert address + i * self.slab_bytes not in self.placed
+                assert slab + i not in self.placed.values()
+                self.placed[address + i * self.slab_bytes] = slab + i
+            self.calls.append((address, slab, count))
 
     def unmap(self, address: int, count: int = 1) -> None:
-        for i in range(count):
-            del self.placed[address + i * self.slab_bytes]
+        with self._lock:
+            self.threads.add(threading.get_ident())
+            if self.refusals:
+                self.refusals -= 1
+                raise OSError(errno.ENOMEM, "not unmapped")
+            for i in range(count):
+                del self.placed[address + i * self.slab_bytes]
+
+    def adopt_thread(self) -> None:
+        """Any thread will do."""
 
     def stream(self, name: str) -> Stream:
         raise AssertionError("the arena copies nothing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from appliance.memory import mapping
 from appliance.memory.arena import POISON, Arena, PoolExhausted, Region
 from appliance.memory.vmm_host import HostVmm
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.memory import RecordingVmm
 
 
@@ -26,7 +28,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.vmm = RecordingVmm(12)
-        self.arena = Arena(self.vmm)
+        self.arena = Arena(self.vmm, at_once_slabs=2)
         self.mapped: dict[Region, set[int]] = {}
         self.aside: dict[Region, set[int]] = {}
         self.most = 0
@@ -75,6 +77,20 @@ class ArenaMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="has no slab"):
                 region.unmap(sorted(slots))
 
+    @rule(region=regions, slots=st.sets(st.integers(-1, 9), max_size=6), refused=st.booleans())
+    def vacate(self, region: Region, slots: set[int], refused: bool) -> None:
+        if slots <= self.mapped[region]:
+            self.vmm.refusals = int(refused)
+            region.vacate(sorted(slots))
+            if refused:  # whatever is tried first, and not what a later rule does
+                self.arena.settle()
+                self.vmm.refusals = 0
+            self.mapped[region] -= slots
+            self.aside[region] -= slots
+        else:
+            with pytest.raises(ValueError, match="has no slab"):
+                region.vacate(sorted(slots))
+
     @rule(region=consumes(regions))
     def release(self, region: Region) -> None:
         region.release()
@@ -90,13 +106,17 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.check_integrity()
         usage = self.arena.usage()
         assert usage.pop("free") == self.arena.free == 12 - self.held
-        aside = sum(map(len, self.aside.values()))
-        assert sum(usage.values()) == self.held == len(self.vmm.placed) + aside
+        assert sum(usage.values()) == self.held
         assert self.arena.high_water == self.most
         for region, slots in self.mapped.items():
             assert region.mapped == len(slots)
             there = slots - self.aside[region]
             assert {region.slot_address(slot) for slot in there} <= set(self.vmm.placed)
+
+    def teardown(self) -> None:
+        for region in self.mapped:
+            region.release()
+        assert (self.vmm.placed, self.arena.free) == ({}, 12)
 
 
 TestArenaMachine = ArenaMachine.TestCase
@@ -153,6 +173,116 @@ def test_neighbours_are_mapped_by_one_call() -> None:
     a, b = regions
     assert [vmm.placed[a.slot_address(slot)] for slot in (0, 2, 3, 7, 9)] == [0, 2, 3, 7, 9]
     assert vmm.calls == [(b.slot_address(0), 4, 3), (b.slot_address(7), 8, 1)]
+
+
+class HeldVmm(RecordingVmm):
+    """Unmaps nothing on another thread than the test's before it may `go_on`."""
+
+    def __init__(self, slabs: int) -> None:
+        super().__init__(slabs)
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.unmapped: list[tuple[int, int]] = []
+        self._test = threading.get_ident()
+
+    def unmap(self, address: int, count: int = 1) -> None:
+        if threading.get_ident() != self._test:
+            self.reached.set()
+            assert self.go_on.wait(PATIENCE_SECONDS)
+        super().unmap(address, count)
+        self.unmapped.append((address, count))
+
+
+def test_many_slabs_are_vacated_without_waiting() -> None:
+    """They are free at once. A mapping takes others first, or unmaps those that it takes; it waits
+    only for what is being unmapped. A few are unmapped at once."""
+    vmm = HeldVmm(80)
+    arena = Arena(vmm)
+    a, b = arena.reserve("a", 70), arena.reserve("b", 80)
+    a.map(range(70))
+    a.vacate([69, 67])
+    assert vmm.unmapped == [(a.slot_address(67), 1), (a.slot_address(69), 1)]
+
+    a.vacate(range(66))
+    assert vmm.reached.wait(PATIENCE_SECONDS)  # at the first 32, of which none is needed until
+    assert arena.usage() == {"a": 2, "b": 0, "free": 78}
+    b.map(range(12))  # slabs that lay nowhere, or are unmapped by now
+    b.set_aside(range(12, 78))
+    with pytest.raises(PoolExhausted):
+        b.map([78])
+    assert len(vmm.placed) == 80
+    b.map_aside(range(12 + 32, 78))
+    assert vmm.unmapped[2:] == [(a.slot_address(32), 34)]
+
+    mapper = threading.Thread(target=b.map_aside, args=(range(12, 12 + 32),))
+    mapper.start()
+    vmm.go_on.set()
+    mapper.join()
+    arena.settle()
+    assert vmm.unmapped[3:] == [(a.slot_address(0), 32)]
+    assert len(vmm.placed) == 80
+    arena.check_integrity()
+
+
+def test_an_address_is_unmapped_before_another_slab_comes_there() -> None:
+    """A model that is loaded again while its old slabs are still in line gets others, or these."""
+    vmm = HeldVmm(80)
+    arena = Arena(vmm)
+    region = arena.reserve("a", 40)
+    region.map(range(40))
+    region.vacate(range(40))
+    assert vmm.reached.wait(PATIENCE_SECONDS)
+
+    region.map(range(39, 31, -1))
+    vmm.go_on.set()
+    region.map(range(32))
+
+    arena.settle()
+    assert sorted(vmm.placed) == [region.slot_address(slot) for slot in range(40)]
+    assert min(vmm.placed.values()) == 40  # slabs that lay nowhere come first
+    arena.check_integrity()
+
+
+@pytest.mark.parametrize("slabs", [3, 20])
+def test_what_cannot_be_unmapped_is_tried_again(
+    slabs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before it is mapped anew; that it is refused again is an error then, and changes nothing."""
+    vmm = RecordingVmm(20)
+    arena = Arena(vmm)
+    a, b = arena.reserve("a", 20), arena.reserve("b", 20)
+    a.map(range(slabs))
+    vmm.refusals = 1
+    a.vacate(range(slabs))
+    arena.settle()
+    assert (len(vmm.placed), arena.free) == (slabs, 20)
+    assert ("stay mapped" in caplog.text) == (slabs == 20)
+
+    b.map(range(20 - slabs))
+    vmm.refusals = 1
+    with pytest.raises(OSError, match="not unmapped"):
+        b.map(range(20 - slabs, 20))
+    assert arena.free == slabs
+    b.map(range(20 - slabs, 20))
+
+    assert len(vmm.placed) == 20
+    arena.check_integrity()
+
+
+def test_a_region_is_released_with_what_was_vacated() -> None:
+    """Its addresses may be another's afterwards, so nothing may lie there any more."""
+    vmm = HeldVmm(80)
+    arena = Arena(vmm)
+    region = arena.reserve("a", 80)
+    region.map(range(80))
+    region.vacate(range(80))
+    assert vmm.reached.wait(PATIENCE_SECONDS)
+    vmm.go_on.set()
+
+    region.release()  # asserts that nothing is placed there
+
+    arena.settle()
+    assert arena.usage() == {"free": 80}
+    arena.check_integrity()
 
 
 def test_poison_shows_until_it_is_written() -> None:
@@ -222,9 +352,10 @@ def test_a_lost_slab_is_noticed() -> None:
         arena.check_integrity()
 
 
-def test_threads_share_the_pool() -> None:
+@pytest.mark.parametrize("give_back", [Region.unmap, Region.vacate])
+def test_threads_share_the_pool(give_back: Callable[[Region, range], None]) -> None:
     """Two threads that map and unmap real memory never hold more than there is."""
-    arena = Arena(HostVmm(8, mmap.PAGESIZE))
+    arena = Arena(HostVmm(8, mmap.PAGESIZE), at_once_slabs=3)
     refused: list[PoolExhausted] = []
 
     def work(owner: str) -> None:
@@ -235,7 +366,7 @@ def test_threads_share_the_pool() -> None:
             except PoolExhausted as exhausted:
                 refused.append(exhausted)
             else:
-                region.unmap(range(6))
+                give_back(region, range(6))
         region.release()
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]

@@ -85,7 +85,7 @@ class SlabPool(Counted):
     def __init__(self) -> None:
         super().__init__()
         self.vmm = UnreliableVmm(SLABS, PAGE)
-        self.arena = Arena(self.vmm, poison=True)
+        self.arena = Arena(self.vmm, poison=True, at_once_slabs=2)
         self.regions: list[Region] = []
         self.content: list[dict[int, int]] = []  # per region: what every mapped slot holds
         self.most = 0
@@ -138,19 +138,25 @@ class SlabPool(Counted):
         mapping.view(region.slot_address(slot), PAGE)[:] = bytes([value]) * PAGE
 
     @precondition(lambda self: self.regions)
-    @rule(number=st.integers(0, 3), slots=st.integers(0, 2**SLOTS), held=st.booleans())
-    def unmap(self, number: int, slots: int, held: bool) -> None:
+    @rule(
+        number=st.integers(0, 3),
+        slots=st.integers(0, 2**SLOTS),
+        held=st.booleans(),
+        later=st.booleans(),
+    )
+    def unmap(self, number: int, slots: int, held: bool, later: bool) -> None:
         region, content = self.pick(number)
+        give_back = region.vacate if later else region.unmap
         chosen = [slot for slot in range(SLOTS + 1) if slots >> slot & 1]
         if held:
             chosen = [slot for slot in chosen if slot in content]
         if content.keys() >= set(chosen):
-            region.unmap(chosen)
+            give_back(chosen)
             for slot in chosen:
                 del content[slot]
         else:
             with pytest.raises(ValueError, match="has no slab"):
-                region.unmap(chosen)
+                give_back(chosen)
 
     @precondition(lambda self: len(self.regions) > 2)
     @rule(number=st.integers(0, 3))

@@ -206,6 +206,52 @@ def test_weights_are_mapped_as_they_are_copied(
     region.unmap(range(region.slots))
 
 
+@pytest.mark.parametrize("stored", [True, False], ids=["from an image", "from files"])
+def test_a_switch_maps_and_unmaps_nothing_itself(
+    monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """The thread that evicts one model and loads the next, and computes, leaves that to others;
+    the weights of the next are right."""
+    arena = Arena(HostVmm(30, PAGE))
+    host, swapper = HostTier.create(60 * PAGE), Swapper(arena.vmm.stream)
+    calls: list[tuple[str, int]] = []
+    for name in ("map", "unmap"):
+        real = getattr(arena.vmm, name)
+
+        def noted(*args: int, name: str = name, real: Callable[..., None] = real) -> None:
+            calls.append((name, threading.get_ident()))
+            real(*args)
+
+        monkeypatch.setattr(arena.vmm, name, noted)
+    models = []
+    for number, value in enumerate((11, 22)):
+        content = bytes([value]) * (29 * PAGE + 5)
+
+        def write(transfer: Transfer, image: Image, content: bytes = content) -> None:
+            source = ctypes.create_string_buffer(content, len(content))
+            image.put(0, ctypes.addressof(source), len(content))
+            transfer.land(len(content))
+
+        layout = WeightLayout.plan([tensor("a", len(content))])
+        weights = DeviceWeights(f"weights:{number}", layout, arena, host, swapper, write)
+        if stored:
+            weights.store([(30 * number + i) * PAGE for i in range(30)], fill=True)
+        models.append((weights, content))
+
+    for weights, content in models * 2:
+        weights.begin_load().wait()
+        assert bytes(mapping.view(weights.region.address, len(content))) == content
+        weights.evict()
+
+    arena.settle()
+    assert {name for name, _ in calls} == {"map", "unmap"}
+    assert threading.get_ident() not in {thread for _, thread in calls}
+    assert arena.free == 30
+    arena.check_integrity()
+    swapper.close()
+    host.close()
+
+
 def test_an_image_of_another_instance_is_not_filled(bench: Bench) -> None:
     """What lies in the tier is what comes onto the device."""
     for page, offset in enumerate((6 * PAGE, 0, 3 * PAGE)):
