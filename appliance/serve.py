@@ -24,6 +24,7 @@ from appliance.api.app import create_app
 from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.api.operator_socket import protocol_for
 from appliance.config.checks import warnings
+from appliance.config.groups import devices_of, instances_of, plan_instances
 from appliance.config.schema import Config
 from appliance.config.sizing import adapter_room, kv_floor_slabs, read_model, uncached
 from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
@@ -44,7 +45,8 @@ from appliance.journal import Journal, Setup
 from appliance.memory.weight_cache.image_file import image_name, prepare_folder
 from appliance.platform import logs
 from appliance.platform.admin_socket import AUTO, AdminSocketError, admin_path, open_socket
-from appliance.platform.cpus import deal_cpus, show_cpus
+from appliance.platform.cpus import deal_cpus_by, show_cpus
+from appliance.platform.gpus import show_gpus
 from appliance.platform.sandbox import missing
 from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
 from appliance.platform.tls import LiveTls
@@ -87,7 +89,7 @@ async def _serve(config: Config, path: Path) -> int:
         refuse_foreign(sockets)
     daemon = make_daemon(config)
     allowed = sorted(os.sched_getaffinity(0))
-    workers = config.devices.instances * config.devices.tensor_parallel
+    workers = sum([plan.ranks for plan in plan_instances(config.devices)])
     processes = front_end_count(config.api.processes, len(allowed))
     if kept := kept_cpus(len(allowed), workers, processes):
         os.sched_setaffinity(0, allowed[-kept:])  # front ends', too; workers set their own
@@ -132,8 +134,11 @@ def make_daemon(config: Config) -> Daemon:
     allowed = sorted(os.sched_getaffinity(0))
     entries = [read_model(model, devices) for model in config.models]
     models = [
-        served_model(model, entry) for model, entry in zip(config.models, entries, strict=True)
+        served_model(model, entry, instances_of(model, devices))
+        for model, entry in zip(config.models, entries, strict=True)
     ]
+    instances = plan_instances(devices)
+    ranks = [plan.ranks for plan in instances]
     if left_out := uncached(config, entries):
         log.warning(
             "devices.host_cache has no room for the weights of %s and those of the others: "
@@ -142,7 +147,7 @@ def make_daemon(config: Config) -> Daemon:
         )
     setup = Setup(
         models=tuple(model.spec for model in models),
-        instances=devices.instances,
+        instances=len(instances),
         host_bytes=int(devices.host_cache_bytes // devices.slab_bytes * devices.slab_bytes),
         slab_bytes=int(devices.slab_bytes),
         kv_floor_slabs=kv_floor_slabs(config, entries),
@@ -154,14 +159,10 @@ def make_daemon(config: Config) -> Daemon:
         models,
         WorkerPlan(
             pool_slabs=devices.slabs,
-            cpus=share_cpus(
-                allowed,
-                devices.instances,
-                devices.tensor_parallel,
-                front_end_count(config.api.processes, len(allowed)),
-            ),
-            ranks=devices.tensor_parallel,
-            devices=[f"cuda:{n}" for n in range(devices.instances)] if devices.cuda else (),
+            cpus=share_cpus(allowed, ranks, front_end_count(config.api.processes, len(allowed))),
+            ranks=ranks,
+            groups=[plan.group for plan in instances],
+            devices=[show_gpus(plan.gpus) for plan in instances] if devices.cuda else (),
             runtime_slabs=devices.runtime_slabs,
             images=_prepared_images(config),
             encoded=devices.host_cache_codec != "none",
@@ -425,17 +426,15 @@ def kept_cpus(cpus: int, workers: int, processes: int) -> int:
     return max(0, min(processes, cpus - workers))
 
 
-def share_cpus(
-    allowed: Sequence[int], instances: int, ranks: int = 1, processes: int = 1
-) -> list[str]:
+def share_cpus(allowed: Sequence[int], ranks: Sequence[int], processes: int = 1) -> list[str]:
     """The processors of each instance, in vLLM's notation.
 
     They are dealt out evenly; the daemon and its front ends (`processes`) have those that are kept
-    for them. An instance has `ranks` worker processes. With fewer processors than instances they
-    are shared.
+    for them. Instance i has `ranks[i]` worker processes. With fewer processors than these they are
+    shared.
     """
-    usable = allowed[: len(allowed) - kept_cpus(len(allowed), instances * ranks, processes)]
-    return [show_cpus(share) for share in deal_cpus(usable, instances)]
+    usable = allowed[: len(allowed) - kept_cpus(len(allowed), sum(ranks), processes)]
+    return [show_cpus(share) for share in deal_cpus_by(ranks, usable)]
 
 
 def _prepared_images(config: Config) -> str:
@@ -444,7 +443,6 @@ def _prepared_images(config: Config) -> str:
     devices = config.devices
     if not devices.images:
         return ""
-    ranks = devices.tensor_parallel
     wanted = {
         image_name(
             model.path,
@@ -456,6 +454,7 @@ def _prepared_images(config: Config) -> str:
             model.embedding_task,
         )
         for model in config.models
+        for ranks in (devices_of(model, devices).tensor_parallel,)
         for rank in range(ranks)
     }
     try:

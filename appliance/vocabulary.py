@@ -266,6 +266,12 @@ class ModelSpec(Word, frozen=True):
     """Whether its master image stays in the host tier, even if other models need the room."""
     draining: bool = False
     """Whether no new requests are taken for it; those that are live go on."""
+    instances: frozenset[InstanceId] | None = None
+    """Those that can have an engine for it; None for all."""
+
+    def fits(self, instance: InstanceId) -> bool:
+        """Whether the instance can have an engine for it."""
+        return self.instances is None or instance in self.instances
 
     def slo_for(self, request_class: RequestClass) -> Slo:
         """The SLO of requests of a class."""

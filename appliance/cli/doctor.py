@@ -26,6 +26,7 @@ from appliance.checkpoints.checksums import SUMS, read_sums
 from appliance.cli.findings import Finding, fail, ok, warn
 from appliance.cli.gpu_checks import EXTRAS, check_gpus, fitting_extra
 from appliance.config.checks import warnings
+from appliance.config.groups import plan_instances
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, Devices, KvSpillFolder, Model
 from appliance.config.sizing import read_model, uncached
@@ -74,7 +75,8 @@ def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
     yield check_huge_pages(config, machine)
     yield check_shared_memory()
     if config.devices.cuda:
-        yield from check_gpus(config.devices.instances, daemon.processes)
+        numbers = [gpu for plan in plan_instances(config.devices) for gpu in plan.gpus]
+        yield from check_gpus(numbers, daemon.processes)
     yield check_daemon(daemon)
     if verify:
         yield from verify_weights(daemon)
@@ -253,7 +255,7 @@ class SystemFacts(NamedTuple):
 def check_memory(config: Config, machine: SystemFacts, *, running: bool) -> Finding:
     """Whether pools and host cache fit into the memory that is available."""
     devices = config.devices
-    ranks = devices.instances * devices.tensor_parallel
+    ranks = sum([plan.ranks for plan in plan_instances(devices)])
     pools = 0 if devices.cuda else ranks * devices.slabs * devices.slab_bytes
     needed = pools + devices.host_cache_bytes
     what = "memory"

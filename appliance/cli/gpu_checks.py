@@ -58,11 +58,11 @@ def fitting_extra(cuda: Version) -> str | None:
 
 
 def check_gpus(
-    instances: int,
+    numbers: Sequence[int],
     own_processes: frozenset[int] | None,
     abilities: Callable[[str], Abilities] = read_abilities,
 ) -> Iterator[Finding]:
-    """All checks of GPUs, for a daemon that has the first `instances` of them.
+    """All checks of GPUs, for a daemon that has these of them.
 
     `own_processes` are those of the daemon that runs; None if one runs and they are not known.
     """
@@ -72,7 +72,7 @@ def check_gpus(
         yield fail("gpu driver", str(error), "see docs/gpu.md")
         return
     yield check_cuda(driver, cuda, CudaPackages.installed())
-    used = gpus[:instances]
+    used = [facts for facts in gpus if facts.gpu.number in numbers]
     for facts in used:
         yield check_gpu(facts, abilities)
         yield check_link(facts)

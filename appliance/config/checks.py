@@ -27,6 +27,7 @@ from appliance.checkpoints.language_models import MEDIA, READS_IMAGES, why_no_im
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.quantized.quantization import method_of, multiplied
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
+from appliance.config.groups import check_groups, devices_of, plan_instances, unused_groups
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import (
     Api,
@@ -55,6 +56,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_reach(config.api, report)
     _check_root_path(config.api, report)
     _check_devices(config.devices, report)
+    check_groups(config, report)
     _check_codec(config, report)
     _check_telemetry(config.telemetry, report)
     _check_policies(config.policy, report)
@@ -164,7 +166,7 @@ def _check_codec(config: Config, report: ProblemReport) -> None:
         (devices.cuda, "weights are not decoded on GPUs yet", 'devices.kind = "cpu"'),
         (devices.images, "images on disk are those of plain weights", "no devices.images"),
         (
-            devices.tensor_parallel > 1,
+            any(plan.ranks > 1 for plan in plan_instances(devices)),
             "ranks share the slabs of an image, and would need different numbers of them",
             "devices.tensor_parallel = 1",
         ),
@@ -262,7 +264,7 @@ def _check_images(config: Config, report: ProblemReport) -> None:
         try:
             wrong = why_no_images(
                 read_model_config(Path(model.path)),
-                ranks=devices.tensor_parallel,
+                ranks=devices_of(model, devices).tensor_parallel,
                 cuda=devices.cuda,
                 libraries=torchvision.is_there(),
             )
@@ -280,7 +282,7 @@ def _check_sounds(config: Config, report: ProblemReport) -> None:
         try:
             wrong = why_no_sounds(
                 read_model_config(Path(model.path)),
-                ranks=devices.tensor_parallel,
+                ranks=devices_of(model, devices).tensor_parallel,
                 cuda=devices.cuda,
             )
         except (CheckpointError, OSError):  # which is a problem of its own
@@ -370,7 +372,7 @@ def _check_drafts(
                 read_model_config(entry.path),
                 check_task(entry.path, model.task),
                 on_cpu=not devices.cuda,
-                ranks=devices.tensor_parallel,
+                ranks=devices_of(model, devices).tensor_parallel,
                 images=model.images or model.sounds,
                 adapters=bool(model.adapters or model.max_loras),
             )
@@ -383,17 +385,17 @@ def _check_drafts(
 def _check_heads(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
     """Every rank has as many attention heads as the others, and at least one for keys and values:
     these are divided, or, if there are fewer than ranks, each is on equally many ranks."""
-    ranks = config.devices.tensor_parallel
-    for index, entry in enumerate(entries):
+    for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
         if entry is None or not entry.kv.attention:
             continue
+        ranks = devices_of(model, config.devices).tensor_parallel
         if not (entry.heads % ranks or max(entry.kv_heads, ranks) % min(entry.kv_heads, ranks)):
             continue
         report.add(
             ("model", index),
             f"{entry.name} has {entry.heads} attention heads and {entry.kv_heads} for keys and "
             f"values, which {ranks} ranks cannot divide among them",
-            "set devices.tensor_parallel to a divisor of both",
+            "set devices.tensor_parallel to a divisor of both, or groups to one of such",
         )
 
 
@@ -409,6 +411,7 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"api.keys: others than its owner can read or write {config.api.keys}; `chmod 600` it"
         )
+    found += [f"devices.group: no model may be served by {n}" for n in unused_groups(config)]
     found += [warning for model in config.models if (warning := _of_model(model))]
     if rest := config.devices.memory_bytes % config.devices.slab_bytes:
         found.append(f"devices.memory: the last {human(rest)} are less than a slab and stay unused")

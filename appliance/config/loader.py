@@ -6,18 +6,21 @@ Sizes, durations and paths are resolved here, and what `auto` and shares mean on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from appliance.config.checks import check
+from appliance.config.groups import plan_instances
 from appliance.config.layers import read_layers
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import (
     Adapter,
     Config,
+    DeviceGroup,
+    Devices,
     Model,
     Scalar,
     SchemaField,
@@ -104,6 +107,12 @@ def _read_value(kind: Any, value: object, at: KeyPath, report: ProblemReport) ->
             report.add(at, "expected tables", "write [[model.adapter]] for each adapter")
             return ()
         return tuple(_read_section(Adapter, row, (*at, i), report) for i, row in enumerate(value))
+    if plain == tuple[DeviceGroup, ...]:
+        if not isinstance(value, list):
+            report.add(at, "expected tables", "write [[devices.group]] for each group")
+            return ()
+        rows = [_read_section(DeviceGroup, row, (*at, i), report) for i, row in enumerate(value)]
+        return tuple(rows)
     if isinstance(plain, type) and issubclass(plain, Section):
         return _read_section(plain, value, at, report)
     try:
@@ -208,19 +217,10 @@ def _with_devices(config: Config, report: ProblemReport) -> Config:
             )
         devices = msgspec.structs.replace(devices, kind="cpu")
     else:
-        if devices.instances > len(gpus):
-            report.add(
-                ("devices", "instances"),
-                f"{devices.instances} instances have {len(gpus)} GPUs",
-                f"use {len(gpus)} or fewer: each has one to itself",
-            )
-        if devices.tensor_parallel > 1:
-            report.add(
-                ("devices", "tensor_parallel"),
-                "groups of GPUs are not driven by this version",
-                'use 1, or kind = "cpu"',
-            )
-        least = min(gpu.memory_bytes for gpu in gpus[: devices.instances])
+        devices = msgspec.structs.replace(devices, kind="cuda")
+        _refuse_ranks(devices, report)
+        used = _used_gpus(devices, gpus, report)
+        least = min(gpu.memory_bytes for gpu in used)
         memory = devices.memory_bytes.taken(least)
         if memory > least:
             report.add(
@@ -228,5 +228,40 @@ def _with_devices(config: Config, report: ProblemReport) -> Config:
                 f"{human(memory)} are more than the {human(least)} of a GPU",
                 'use a share, such as "90%"',
             )
-        devices = msgspec.structs.replace(devices, kind="cuda", memory_bytes=memory)
+        devices = msgspec.structs.replace(devices, memory_bytes=memory)
     return msgspec.structs.replace(config, devices=devices)
+
+
+def _refuse_ranks(devices: Devices, report: ProblemReport) -> None:
+    """Ranks that exchange through NCCL were never tried."""
+    asked: list[tuple[KeyPath, int]] = [(("devices", "tensor_parallel"), devices.tensor_parallel)]
+    for index, group in enumerate(devices.groups):
+        asked.append((("devices", "group", index, "tensor_parallel"), group.tensor_parallel))
+    for key, ranks in asked:
+        if ranks > 1:
+            wrong = "several GPUs for one model are not driven by this version"
+            report.add(key, wrong, 'use 1, or kind = "cpu"')
+
+
+def _used_gpus(devices: Devices, gpus: Sequence[Gpu], report: ProblemReport) -> Sequence[Gpu]:
+    """Those that instances compute on; all of them if that cannot be."""
+    there = {gpu.number: gpu for gpu in gpus}
+    for index, group in enumerate(devices.groups):
+        if missing := [number for number in group.gpus if number not in there]:
+            report.add(
+                ("devices", "group", index, "gpus"),
+                f"there is no GPU {missing[0]}",
+                f"use numbers from 0 to {max(there)}",
+            )
+            return gpus
+    plans = plan_instances(devices)
+    wanted = [number for plan in plans for number in plan.gpus]
+    if len(wanted) > len(gpus):
+        ranks = f" of {len(wanted)} ranks in all" if len(wanted) > len(plans) else ""
+        report.add(
+            ("devices", "group" if devices.groups else "instances"),
+            f"{len(plans)} instances{ranks} have {len(gpus)} GPUs",
+            f"use {len(gpus)} or fewer: each rank has one to itself",
+        )
+        return gpus
+    return [there[number] for number in wanted]

@@ -219,6 +219,41 @@ class KvSpillFolder(Section, kw_only=True):
     )
 
 
+class DeviceGroup(Section, kw_only=True):
+    """Instances alike, of one or several ranks; repeat the table `[[devices.group]]` for each."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+            description="What models call it in `groups`: letters, digits and any of `._-`.",
+            examples=["pair"],
+        ),
+    ]
+    tensor_parallel: Annotated[
+        int, Meta(ge=1, description="Ranks of each of its instances: a process each. On GPUs: 1.")
+    ] = 1
+    instances: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Its instances. With `gpus` there are as many as these make.",
+        ),
+    ] = 1
+    gpus: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        Meta(
+            description="Its GPUs, by the numbers that `nvidia-smi` gives them, one for each rank. "
+            "Groups without get those that no group names."
+        ),
+    ] = ()
+
+    @property
+    def count(self) -> int:
+        """How many instances it has."""
+        return len(self.gpus) // self.tensor_parallel if self.gpus else self.instances
+
+
 class Devices(Section, kw_only=True):
     """What models run on, and the memory they may have there."""
 
@@ -230,7 +265,8 @@ class Devices(Section, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="Worker processes; each serves every model. On GPUs: one for each.",
+            description="Worker processes; each serves every model. On GPUs: one for each. With "
+            "groups, these say how many.",
             examples=[2],
         ),
     ] = 1
@@ -239,9 +275,16 @@ class Devices(Section, kw_only=True):
         Meta(
             ge=1,
             description="Ranks of each instance: a process each, with its shard of every model. "
-            "On GPUs: 1.",
+            "On GPUs: 1. With groups, each says it for itself.",
         ),
     ] = 1
+    groups: Annotated[
+        tuple[DeviceGroup, ...],
+        Meta(
+            description="Groups of instances, each a table `[[devices.group]]`, if instances "
+            "have different numbers of ranks, or serve different models."
+        ),
+    ] = msgspec.field(default=(), name="group")
     memory_bytes: Annotated[
         Memory,
         Meta(
@@ -741,6 +784,13 @@ class Model(Section, kw_only=True):
             "so that an answer takes fewer steps (docs/drafts.md)."
         ),
     ] = Speculate()
+    groups: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Groups of instances that may serve it (`[[devices.group]]`), all of as "
+            "many ranks; without any, every instance."
+        ),
+    ] = ()
     max_queue: Annotated[
         int, Meta(ge=1, description="Its requests in the appliance at once; one more gets 429.")
     ] = 1024

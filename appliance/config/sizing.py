@@ -34,6 +34,7 @@ from appliance.checkpoints.families import check_cpu, check_cuda
 from appliance.checkpoints.kv_layers import BlockTables
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.task import check_task
+from appliance.config.groups import devices_of
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import Config, Devices, Model
 from appliance.memory.kv_pool import BLOCK_TOKENS, KvGeometry
@@ -76,7 +77,7 @@ def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
 
 def read_model(model: Model, devices: Devices) -> CatalogEntry:
     """The model's checkpoint, as these devices will serve it. Raises `CheckpointError`."""
-    path = Path(model.path)
+    path, devices = Path(model.path), devices_of(model, devices)
     entry = read_checkpoint(
         model.name,
         path,
@@ -128,14 +129,14 @@ def adapter_room(model: Model) -> AdapterRoom | None:
 def check_sizes(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
     """Report models that have no room, in whole slabs, as memory is given out."""
     devices, slab = config.devices, config.devices.slab_bytes
-    ranks = devices.tensor_parallel
     if any(problem.key.startswith("devices.") for problem in report.problems):
         return  # sizes mean nothing yet
     pinned = 0
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
         if entry is None:
             continue
-        need = least(entry, model.max_context, devices)
+        own = devices_of(model, devices)
+        ranks, need = own.tensor_parallel, least(entry, model.max_context, own)
         if need.slabs > devices.slabs:
             runtime = devices.runtime_slabs * slab
             reserved = f" after devices.runtime ({human(runtime)})" if runtime else ""
@@ -147,7 +148,7 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
                 f"{human(need.kv * slab)} for the KV cache of one request{_on_each(ranks)}, in "
                 f"slabs of {human(slab)}: "
                 f"more than devices.memory ({human(devices.memory_bytes)}) has{reserved}",
-                f"set devices.memory to {_enough(entry, model.max_context, devices)} or more, a "
+                f"set devices.memory to {_enough(entry, model.max_context, own)} or more, a "
                 f"smaller devices.slab{shorter}",
             )
         pinned += need.weights * ranks if model.pin else 0
@@ -176,21 +177,17 @@ def _enough(entry: CatalogEntry, max_context: int, devices: Devices) -> str:
 
 def kv_floor_slabs(config: Config, entries: Iterable[CatalogEntry]) -> int:
     """Slabs of the host tier that hold the KV cache of any one request at full length."""
-    devices = config.devices
-    slab, ranks = devices.slab_bytes, devices.tensor_parallel
-    contexts = {model.name: model.max_context for model in config.models}
-    return max(
-        (
-            _host_slabs(
-                tables.blocks(contexts[entry.name]),
-                _kv_geometry(tables, devices).block_bytes * ranks,
-                slab,
-            )
-            for entry in entries
-            for tables in (_tables(_share(entry, ranks), devices, contexts[entry.name]),)
-        ),
-        default=0,
-    )
+    models = {model.name: model for model in config.models}
+    floors = (_kv_floor(models[entry.name], entry, config.devices) for entry in entries)
+    return max(floors, default=0)
+
+
+def _kv_floor(model: Model, entry: CatalogEntry, devices: Devices) -> int:
+    """The same of one model, for all ranks of an instance."""
+    ranks = devices_of(model, devices).tensor_parallel
+    tables = _tables(_share(entry, ranks), devices, model.max_context)
+    block_bytes = _kv_geometry(tables, devices).block_bytes * ranks
+    return _host_slabs(tables.blocks(model.max_context), block_bytes, devices.slab_bytes)
 
 
 def uncached(config: Config, entries: Iterable[CatalogEntry]) -> list[str]:
@@ -201,8 +198,9 @@ def uncached(config: Config, entries: Iterable[CatalogEntry]) -> list[str]:
     pinned = {model.name for model in config.models if model.pin}
     room = config.devices.host_cache_bytes // slab - kv_floor_slabs(config, entries)
     left_out = []
-    ranks = config.devices.tensor_parallel
+    ranks_of = {m.name: devices_of(m, config.devices).tensor_parallel for m in config.models}
     for entry in sorted(entries, key=lambda entry: entry.name not in pinned):
+        ranks = ranks_of[entry.name]
         slabs = -(-_share(entry, ranks).weight_bytes // slab) * ranks
         if slabs <= room:
             room -= slabs

@@ -48,6 +48,7 @@ from appliance.observability.metrics import Metrics
 from appliance.observability.timeline import Timeline
 from appliance.observability.work_counters import WorkCounters
 from appliance.platform.gpu_monitor import GpuWatch
+from appliance.platform.gpus import read_gpu_numbers
 from appliance.policies.guard import BUDGET_SECONDS
 from appliance.policies.loader import installed
 from appliance.service.event_log import EventLog, Notice, NoticeKind
@@ -106,13 +107,15 @@ class Limits(msgspec.Struct, frozen=True):
 
 class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers run on. `cpus[i]` are the processors of instance i, `devices[i]` is what it
-    computes on, if that is not the CPU. Each of its `ranks` has a pool of `pool_slabs`; a GPU has
+    computes on, if that is not the CPU, `ranks[i]` its ranks, one each if there are none, and
+    `groups[i]` its group, if there are any. Each rank has a pool of `pool_slabs`; a GPU has
     `runtime_slabs` besides its pool. Packed weights are kept in the folder `images`, if that is
     one. Master images are `encoded`, or plain."""
 
     pool_slabs: int
     cpus: Sequence[str]
-    ranks: int = 1
+    ranks: Sequence[int] = ()
+    groups: Sequence[str] = ()
     devices: Sequence[str] = ()
     runtime_slabs: int = 0
     images: str = ""
@@ -130,16 +133,20 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
             slab_bytes=setup.slab_bytes,
             host_bytes=setup.host_bytes,
             models=[model.worker for model in models],
-            ranks=self.ranks,
+            ranks=self.ranks_of(number),
             device=self.devices[number] if self.devices else "cpu",
             runtime_slabs=self.runtime_slabs,
             images=self.images,
             encoded=self.encoded,
         )
 
+    def ranks_of(self, number: InstanceId) -> int:
+        """Of an instance."""
+        return self.ranks[number] if self.ranks else 1
+
     def gpus(self) -> GpuWatch | None:
         """What watches the GPUs among the devices; None if there is none."""
-        numbers = [int(n.removeprefix("cuda:")) for n in self.devices if n.startswith("cuda:")]
+        numbers = [number for device in self.devices for number in read_gpu_numbers(device)]
         return GpuWatch(numbers) if numbers else None
 
 
@@ -191,7 +198,8 @@ class Daemon:
         self._kv_disk: KvDisk | None = None
         if kv_folder is not None:
             self._kv_disk = KvDisk(KvFiles(kv_folder, self.host))
-        self._start_worker = None if plan.devices else ForkedStart(plan.cpus[0], plan.ranks)
+        forked = None if plan.devices else ForkedStart(plan.cpus[0], plan.ranks_of(0))
+        self._start_worker = forked
         self.workers = {
             number: self._worker(plan.configuration(number, setup, models))
             for number in self.machine.instances
@@ -244,6 +252,7 @@ class Daemon:
             plan.runtime_slabs,
             self._gpus,
             plan.devices,
+            [(plan.groups[n] if plan.groups else "", plan.ranks_of(n)) for n in self.workers],
         )
         self._model_activities = ModelActivities(
             machine, self.catalogue, self._requests.windows, self._counters.drafts, clock

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
+from appliance.platform.gpus import read_gpu_numbers
 from appliance.scheduling.state import InstanceState
 from appliance.service.event_log import EventLog, NoticeKind
 from appliance.service.interface import InstanceNotFound
@@ -78,7 +79,7 @@ class Quarantine:
     def gpu_failed(self, gpu: int, reason: str) -> None:
         """A GPU failed: no instance computes on it any more."""
         for number, device in enumerate(self._devices):
-            if device == f"cuda:{gpu}":
+            if gpu in read_gpu_numbers(device):
                 self.impose(number, reason)
 
     def stillborn(self, number: InstanceId, deaths: int) -> None:

@@ -33,6 +33,7 @@ from appliance.config.diff import (
     exchanging_models,
     joining_models,
 )
+from appliance.config.groups import instances_of
 from appliance.config.layers import read_layers
 from appliance.config.loader import load_config
 from appliance.config.schema import Adapter, Config, Model
@@ -536,7 +537,7 @@ def _described(found: Config, names: Collection[ModelName]) -> tuple[list[Served
     for model, entry in zip(found.models, entries, strict=True):
         if model.name not in names:
             continue
-        described.append(served_model(model, entry))
+        described.append(served_model(model, entry, instances_of(model, found.devices)))
     return described, kv_floor_slabs(found, entries)
 
 

@@ -14,7 +14,7 @@ from appliance.config.schema import SloTable as ConfiguredSlo
 from appliance.config.sizing import adapter_places, adapter_room
 from appliance.service.front_frames import FrontModel
 from appliance.service.interface import ModelFacts, ModelTerms
-from appliance.vocabulary import ModelSpec, Slo
+from appliance.vocabulary import InstanceId, ModelSpec, Slo
 from appliance.worker.frames import WorkerModel
 
 
@@ -93,8 +93,10 @@ class ServedModel(msgspec.Struct, frozen=True):
         )
 
 
-def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
-    """The model as the daemon serves it.
+def served_model(
+    model: Model, entry: CatalogEntry, instances: frozenset[InstanceId] | None = None
+) -> ServedModel:
+    """The model as the daemon serves it, on these instances, or on all.
 
     Raises `CheckpointError` for what it cannot be for, `PoolerRefused` and `TaskRefused`.
     """
@@ -112,6 +114,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             slo=terms.slo,
             batch_slo=terms.batch_slo,
             pinned=terms.pinned,
+            instances=instances,
         ),
         worker=WorkerModel(
             name=model.name,

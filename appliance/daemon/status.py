@@ -15,6 +15,7 @@ from appliance.observability.slo_window import SloWindow
 from appliance.observability.timeline import Timeline
 from appliance.observability.work_counters import WorkCounters
 from appliance.platform.gpu_monitor import GpuReading, GpuWatch
+from appliance.platform.gpus import read_gpu_numbers
 from appliance.scheduling.lifecycle import EngineStage, Stage
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import InstanceState
@@ -51,8 +52,11 @@ class InstanceActivities:
         runtime_slabs: int,
         gpus: GpuWatch | None,
         devices: Sequence[str],
+        groups: Sequence[tuple[str, int]],
     ) -> None:
-        """`devices[i]` is what instance i computes on, if there are `gpus`."""
+        """`devices[i]` is what instance i computes on, if there are `gpus`; `groups[i]` is its
+        group, and its ranks."""
+        self._groups = groups
         self._machine = machine
         self._workers = workers
         self._pools = pools
@@ -87,6 +91,8 @@ class InstanceActivities:
             busy_seconds=work.busy_seconds,
             switches=work.switches,
             moved_bytes=dict(work.moved_bytes),
+            group=self._groups[instance.id][0],
+            ranks=self._groups[instance.id][1],
             gpus=()
             if self._gpus is None
             else gpu_activities(self._gpus.readings, self._devices[instance.id]),
@@ -184,7 +190,7 @@ class ModelActivities:
         return {
             str(instance.id): instance.engines[name].stage.value
             for instance in self._machine.instances.values()
-            if instance.up
+            if instance.up and name in instance.engines
         }
 
     def _state(self, name: ModelName) -> str:
@@ -226,7 +232,7 @@ def request_activity(machine: Machine, name: RequestId, now: float) -> RequestAc
 
 
 def gpu_activities(readings: Mapping[int, GpuReading], device: str) -> tuple[GpuActivity, ...]:
-    """The GPU that an instance computes on (``cuda:N``), as far as NVML tells of it."""
+    """The GPUs that an instance computes on (`show_gpus`), as far as NVML tells of them."""
     return tuple(
         GpuActivity(
             gpu=number,
@@ -236,8 +242,8 @@ def gpu_activities(readings: Mapping[int, GpuReading], device: str) -> tuple[Gpu
             memory_used_bytes=reading.memory_used_bytes,
             memory_bytes=reading.memory_bytes,
         )
-        for number, reading in readings.items()
-        if device == f"cuda:{number}"
+        for number in read_gpu_numbers(device)
+        if (reading := readings.get(number)) is not None
     )
 
 

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from appliance.config.groups import devices_of, plan_instances
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
@@ -159,7 +160,7 @@ def answered(config: Config, chats: Sequence[ChatRequest]) -> dict[ChatRequest, 
                 "path": model.path,
                 "max_context": model.max_context,
                 "dtype": model.dtype,
-                "tensor_parallel": config.devices.tensor_parallel,
+                "tensor_parallel": devices_of(model, config.devices).tensor_parallel,
                 "prompts": [
                     {"tokens": [], "max_tokens": chat.max_tokens, "chat": chat.prompt}
                     for chat in mine[model.name]
@@ -247,9 +248,9 @@ def _wait_until_ready(operator: httpx.Client, daemon: subprocess.Popen[bytes], l
 
 
 def _describe(console: Console, config: Config, url: str) -> None:
-    devices = config.devices
+    devices, instances = config.devices, len(plan_instances(config.devices))
     console.print(
-        f"daemon at {url}: {len(config.models)} models, {devices.instances} instance(s) of"
+        f"daemon at {url}: {len(config.models)} models, {instances} instance(s) of"
         f" {human(devices.memory_bytes)}, policy {', '.join(config.policy.use)}"
     )
 

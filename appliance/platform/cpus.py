@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -39,7 +39,13 @@ def show_cpus(cpus: Iterable[int]) -> str:
 
 def deal_cpus(cpus: Sequence[int], shares: int) -> list[list[int]]:
     """Deal processors out evenly. With fewer processors than shares, neighbours have the same."""
-    bounds = [number * len(cpus) // shares for number in range(shares + 1)]
+    return deal_cpus_by([1] * shares, cpus)
+
+
+def deal_cpus_by(parts: Sequence[int], cpus: Sequence[int]) -> list[list[int]]:
+    """Deal processors out so that a share of two parts has twice as many as one of one part."""
+    ends = [*accumulate(parts, initial=0)]
+    bounds = [end * len(cpus) // ends[-1] for end in ends]
     return [list(cpus[start:end]) or [cpus[start]] for start, end in pairwise(bounds)]
 
 

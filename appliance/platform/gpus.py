@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -44,6 +44,17 @@ class GpuFacts(NamedTuple):
     """Processes that compute on it."""
     node: int | None
     """NUMA node; None if the machine has one only."""
+
+
+def show_gpus(numbers: Sequence[int]) -> str:
+    """The GPUs of an instance as its device: ``cuda:0``, or ``cuda:0,1`` for two ranks."""
+    return f"cuda:{','.join(map(str, numbers))}"
+
+
+def read_gpu_numbers(device: str) -> tuple[int, ...]:
+    """The GPUs of a device as `show_gpus` writes it, in the order of its ranks; of the CPU none."""
+    kind, _, numbers = device.partition(":")
+    return tuple([int(number) for number in numbers.split(",")]) if kind == "cuda" else ()
 
 
 class GpusUnknown(OSError):

@@ -63,6 +63,8 @@ class ModelDemand(NamedTuple):
     weight: float
     weight_bytes: float
     parts: int = 1
+    instances: frozenset[InstanceId] | None = None
+    """Those that can serve it; None for all."""
 
 
 class GpuBudget(NamedTuple):
@@ -96,16 +98,17 @@ def place_greedily(
     `migration_threshold` of what it is. Parts of a model go to distinct GPUs (A.1.2). A part fits
     where room for KV is left next to it. One that fits nowhere shares its GPU's memory by turns: it
     adds its pressure and takes no room. At equal KVPR, where most room is left.
-    O(parts x GPUs). Raises ValueError for a model of more parts than there are GPUs.
+    O(parts x GPUs). Raises ValueError for a model of more parts than there are GPUs for it.
     """
     gpus = {gpu: GpuBudget(0.0, capacity) for gpu, capacity in capacity_bytes.items()}
     placed: dict[ModelName, tuple[InstanceId, ...]] = {}
     for load in sorted(loads, key=lambda load: (-load.weight / load.parts, load.model)):
-        if load.parts > len(gpus):
-            raise ValueError(f"{load.model} has {load.parts} parts for {len(gpus)} GPUs")
+        able = gpus.keys() if load.instances is None else gpus.keys() & load.instances
+        if load.parts > len(able):
+            raise ValueError(f"{load.model} has {load.parts} parts for {len(able)} GPUs")
         mine: list[InstanceId] = []
         for _ in range(load.parts):
-            free = {gpu: state for gpu, state in gpus.items() if gpu not in mine}
+            free = {g: state for g, state in gpus.items() if g in able and g not in mine}
             known = homes.get(load.model, ())
             best, gpus[best] = _choose(load, free, known, migration_threshold)
             mine.append(best)
@@ -218,9 +221,10 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
         if not same or now >= self._plan_at:
             self._plan_at = now + self.period_seconds
             loads = [
-                self._load(model, len(capacity))
+                self._load(model, able)
                 for model in cluster.models
                 if not self._is_idle(model.name, now)
+                and (able := sum([model.fits(gpu) for gpu in capacity]))
             ]
             homes = {**self._found(cluster), **known_homes}
             self._plan = place_greedily(loads, capacity, homes, self.migration_threshold)
@@ -253,6 +257,7 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
             weight=rate / model.slo.ttft_seconds,
             weight_bytes=model.weight_bytes,
             parts=min(model.parts, gpus),
+            instances=model.instances,
         )
 
     def _found(self, cluster: ClusterView) -> dict[ModelName, tuple[InstanceId, ...]]:
@@ -270,10 +275,13 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
 
     def _activate(self, model: ModelName, known: Sequence[InstanceId]) -> None:
         """The model gets a place in the plan: where it is `known`, else at the lowest KVPR."""
-        load = self._load(self._models[model], len(self._plan.gpus))
-        gpus = {gpu: self._plan.gpus[gpu] for gpu in known if gpu in self._plan.gpus}
+        able = {gpu: b for gpu, b in self._plan.gpus.items() if self._models[model].fits(gpu)}
+        if not able:
+            return  # none that can serve it was up when the plan was made
+        load = self._load(self._models[model], len(able))
+        gpus = {gpu: able[gpu] for gpu in known if gpu in able}
         if len(gpus) < load.parts:
-            gpus = dict(self._plan.gpus)
+            gpus = able
         mine: list[InstanceId] = []
         for _ in range(load.parts):
             free = {gpu: state for gpu, state in gpus.items() if gpu not in mine}

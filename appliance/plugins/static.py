@@ -82,7 +82,7 @@ def partition(
     rates: Mapping[ModelName, float],
 ) -> Partition:
     """Greedy: the busiest model first (the largest of equals), each where the least rate is among
-    the instances that it fits; what fits nowhere is dealt out in turn.
+    the instances that can serve it and that it fits; what fits nowhere is dealt out in turn.
 
     A model fits if its weights and `kv_share` of the instance's memory are left. With this a GPU of
     80 GB takes two models of 14B in FP16, as MuxServe's optimizer does (Aegaeon §7.2).
@@ -91,22 +91,24 @@ def partition(
     placed: list[set[ModelName]] = [set() for _ in capacity_bytes]
     used = [0.0] * len(capacity_bytes)
     rate = [0.0] * len(capacity_bytes)
-    unfit: list[ModelName] = []
+    unfit: list[ModelView] = []
     order = sorted(models, key=lambda m: (-rates.get(m.name, 1.0), -m.weight_bytes, m.name))
     for model in order:
         weights = model.weight_bytes / model.parts
         fitting = [
             number
             for number, capacity in enumerate(capacity_bytes)
-            if used[number] + weights + kv_share * capacity <= capacity
+            if model.fits(number) and used[number] + weights + kv_share * capacity <= capacity
         ]
         if not fitting:
-            unfit.append(model.name)
+            unfit.append(model)
             continue
         best = min(fitting, key=lambda number: (rate[number], used[number], number))
         placed[best].add(model.name)
         used[best] += weights + kv_share * capacity_bytes[best]
         rate[best] += rates.get(model.name, 1.0)
-    for number, name in enumerate(unfit):
-        placed[number % len(placed)].add(name)
-    return Partition(models=tuple([frozenset(p) for p in placed]), unfit=frozenset(unfit))
+    for number, model in enumerate(unfit):
+        able = [models for instance, models in enumerate(placed) if model.fits(instance)]
+        able[number % len(able)].add(model.name)
+    names = frozenset([model.name for model in unfit])
+    return Partition(models=tuple([frozenset(p) for p in placed]), unfit=names)

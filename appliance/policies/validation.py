@@ -157,15 +157,23 @@ def batch(answer: object) -> str | None:
 def flow(
     answer: object, requests: Sequence[DecodingView], others: Sequence[InstanceView]
 ) -> str | None:
-    """Requests that were shown, each once, and instances that were offered."""
+    """Requests that were shown, each once, and instances that were offered and can serve them."""
     if not _all_are(answer, Migration):
         return f"migrations, not {shown(answer)}"
     if not answer:
         return None
     names = tuple([migration.request for migration in answer])
     reason = _some_of([request.id for request in requests], str, names)
-    reasons = (decode(migration.target, others) for migration in answer)
-    return reason or next((reason for reason in reasons if reason is not None), None)
+    if reason is not None:
+        return reason
+    able = {request.id: request.instances for request in requests}
+    for migration in answer:
+        if _offered(migration.target, others) is None:
+            return _not_offered(migration.target)
+        instances = able[migration.request]
+        if instances is not None and migration.target not in instances:
+            return f"instance {migration.target} cannot serve the model of {migration.request}"
+    return None
 
 
 def evict(answer: object, victims: Sequence[ModelName]) -> str | None:

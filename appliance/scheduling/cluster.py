@@ -56,25 +56,36 @@ class Cluster:
 
     def candidates(self, request: RequestSpec, wanted: Role) -> list[InstanceState]:
         """Live instances that are meant for the request in this role. An SLO goes before a plan:
-        if there is none, any that has the model; if there is none either, any."""
-        live = [instance for instance in self.instances.values() if instance.serves]
+        if there is none, any that has the model; if there is none either, any that can have it."""
+        live = [i for i in self.able(request.model) if i.serves]
         able = [instance for instance in live if instance.may_serve(request.model)]
         takes = TAKES[request.request_class]
         open_ = [instance for instance in able if instance.instance_class in takes]
         fitting = [i for i in open_ if i.placement.role in (wanted, Role.MIXED)]
         return fitting or open_ or able or live
 
-    def all_quarantined(self) -> bool:
-        """Whether no instance is left that could ever serve, unless one is released."""
-        return all([instance.quarantine is not None for instance in self.instances.values()])
+    def able(self, model: ModelName) -> list[InstanceState]:
+        """Instances that can have an engine for the model, up or not."""
+        spec = self._models[model]
+        return [instance for instance in self.instances.values() if spec.fits(instance.id)]
+
+    def all_quarantined(self, model: ModelName) -> bool:
+        """Whether no instance is left that could ever serve it, unless one is released."""
+        return all([instance.quarantine is not None for instance in self.able(model)])
 
     def place(self, placements: Sequence[Placement], fleet: Fleet) -> bool:
-        """Give every instance what it is for from now on; whether anything changed."""
+        """Give every instance what it is for from now on, of the models that it can have; whether
+        anything changed."""
         known = [instance.instance_class for instance in self.instances.values()]
         classes = deal(fleet, known)
+        partial = [spec for spec in self._models.values() if spec.instances is not None]
         changed = False
         for instance in self.instances.values():
             placement, kind = placements[instance.id], classes[instance.id]
+            lacking = {spec.name for spec in partial if not spec.fits(instance.id)}
+            if lacking:
+                meant = self._models.keys() if placement.models is None else placement.models
+                placement = Placement(role=placement.role, models=frozenset(meant - lacking))
             if (placement, kind) != (instance.placement, instance.instance_class):
                 instance.placement, instance.instance_class = placement, kind
                 instance.view = None
@@ -112,11 +123,14 @@ class Cluster:
             arrived=request.arrived,
         )
 
-    def decoding_views(self, instance: InstanceState) -> list[DecodingView]:
-        """The requests that could go on elsewhere. O(requests on the instance)."""
+    def decoding_views(
+        self, instance: InstanceState, others: Sequence[InstanceState]
+    ) -> list[DecodingView]:
+        """The requests that could go on on one of the others. O(requests on the instance)."""
         return [
             request.view or self._decoding_view(request)
-            for batch in instance.batches.values()
+            for model, batch in instance.batches.items()
+            if any([self._models[model].fits(other.id) for other in others])
             for request in batch.members.values()
             if request.movable
         ]
@@ -133,6 +147,7 @@ class Cluster:
             arrived=request.arrived,
             first_token=request.first_token,
             newest_token=request.newest_token,
+            instances=self._models[request.model].instances,
         )
         return request.view
 
@@ -212,6 +227,7 @@ class Cluster:
             output_tokens=demand.output_tokens,
             requests=demand.requests,
             last_arrival=demand.updated,
+            instances=model.instances,
         )
 
     def _kv_bytes_per_token(self, model: ModelName) -> int:

@@ -245,7 +245,7 @@ class ModelLifecycle:
         self._dispatcher.preemptions[spec.name] = 0
         self._requests.recomputed_tokens[spec.name] = 0
         self._weight_cache.add(spec, event.kv_floor_slabs, self._residency.being_read())
-        for instance in self._cluster.instances.values():
+        for instance in self._cluster.able(spec.name):
             instance.add(spec.name)
         return True
 

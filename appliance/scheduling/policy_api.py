@@ -57,7 +57,8 @@ class RequestView(Word, frozen=True):
 
 class DecodingView(Word, frozen=True):
     """A request that decodes: `output_tokens` so far, the first of them at `first_token`, the
-    newest at `newest_token`. `here_tokens` of them came since it decodes on this instance."""
+    newest at `newest_token`. `here_tokens` of them came since it decodes on this instance.
+    `instances` are those that can serve its model, None for all."""
 
     id: RequestId
     model: ModelName
@@ -69,6 +70,7 @@ class DecodingView(Word, frozen=True):
     arrived: float
     first_token: float
     newest_token: float
+    instances: frozenset[InstanceId] | None = None
 
     def tpot_seconds(self) -> float:
         """Mean time per output token after the first; 0 before the second."""
@@ -181,7 +183,8 @@ class ModelView(Word, frozen=True):
     `arrivals_per_second` and `tokens_per_second` (prompts, and the room asked for answers) are
     smoothed; `requests` are live; `last_arrival` is -inf before the first. `kv_bytes_per_token` is
     0 until an engine was built, and if the model keeps no KV; layers with windows take as much for
-    a token until these are full. `parts` GPUs share its weights.
+    a token until these are full. `parts` GPUs share its weights. `instances` are those that can
+    serve it, None for all: others have no engine for it, wherever it is placed.
     """
 
     name: ModelName
@@ -196,6 +199,11 @@ class ModelView(Word, frozen=True):
     """Smoothed mean of the outputs that ended; 0 before the first."""
     requests: int
     last_arrival: float
+    instances: frozenset[InstanceId] | None = None
+
+    def fits(self, instance: InstanceId) -> bool:
+        """Whether the instance can serve it."""
+        return self.instances is None or instance in self.instances
 
 
 class ClusterView(Word, frozen=True):

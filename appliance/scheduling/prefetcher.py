@@ -62,7 +62,8 @@ class Prefetcher:
             return
         gone = {c.model for c in self._context.out if isinstance(c, EvictModel)}
         for model in self.preloads:
-            stored = instance.engines[model].stage is EngineStage.COLD
+            engine = instance.engines.get(model)  # none where the model cannot be
+            stored = engine is not None and engine.stage is EngineStage.COLD
             if stored and model not in gone and instance.may_serve(model) and not self._here(model):
                 commands = self._residency.prefetch(instance, running, model)
                 self._context.out += commands

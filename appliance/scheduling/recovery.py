@@ -5,7 +5,7 @@ The death of a worker counts against what it was at: what keeps killing workers 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from appliance.scheduling.cluster import Cluster
@@ -28,6 +28,7 @@ from appliance.vocabulary import (
     InstanceReleased,
     InstanceUp,
     ModelName,
+    ModelSpec,
     RequestId,
 )
 
@@ -40,7 +41,7 @@ class Recovery:
 
     def __init__(
         self,
-        models: Collection[ModelName],
+        models: Mapping[ModelName, ModelSpec],
         requests: RequestBook,
         cluster: Cluster,
         router: Router,
@@ -57,7 +58,7 @@ class Recovery:
     def up(self, event: InstanceUp) -> bool:
         """A worker is ready; its device is empty."""
         instance = self._cluster.instances[event.instance]
-        instance.restart(self._models, event.slabs)
+        instance.restart(self._models_on(instance), event.slabs)
         instance.up = True
         instance.ending = instance.quarantine is not None  # it greeted while it was being ended
         self._router.plan()
@@ -102,10 +103,14 @@ class Recovery:
         ]
         for request in orphaned:
             self._orphan(request, instance)
-        instance.restart(self._models, 0)
+        instance.restart(self._models_on(instance), 0)
         self._router.plan()
         self._router.place_all(orphaned)
         return True
+
+    def _models_on(self, instance: InstanceState) -> list[ModelName]:
+        """Those that it can have engines for."""
+        return [name for name, spec in self._models.items() if spec.fits(instance.id)]
 
     def _orphan(self, request: RequestState, lost: InstanceState) -> None:
         """Take a request off a lost instance. KV that is whole in the host tier survives."""

@@ -66,8 +66,11 @@ class Router:
         """Give the request to an instance: to decode if it has its KV, else to prefill (again).
         It stays unplaced while no instance is up, and is refused when none will be."""
         self._requests.displaced.pop(request.id, None)
-        if self._cluster.all_quarantined():
-            message = "every instance is quarantined; an operator may release one"
+        if self._cluster.all_quarantined(request.model):
+            which = "every instance"
+            if len(self._cluster.able(request.model)) < len(self._cluster.instances):
+                which += f" that can serve {request.model}"
+            message = f"{which} is quarantined; an operator may release one"
             self._requests.reject(request, "no_instance", message)
             return
         if request.kv is not KvPlace.NONE:
@@ -148,7 +151,7 @@ class Router:
             for other in self._cluster.instances.values()
             if other is not instance and other.serves and other.placement.role is not Role.PREFILL
         ]
-        requests = self._cluster.decoding_views(instance) if others else []
+        requests = self._cluster.decoding_views(instance, others)
         if not requests:
             return
         flows = context.policy.flow(

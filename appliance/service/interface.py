@@ -336,6 +336,10 @@ class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
     moved_bytes: dict[str, int] = {}
     """Since then, by what moved: ``weights``, ``kv_in``, ``kv_out``."""
     gpus: tuple[GpuActivity, ...] = ()
+    group: str = ""
+    """Of the configuration; "" if it has none."""
+    ranks: int = 1
+    """Processes that compute together; the sizes are those of each."""
 
 
 class ModelTerms(msgspec.Struct, frozen=True, kw_only=True):

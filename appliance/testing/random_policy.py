@@ -114,8 +114,10 @@ class RandomPolicy:
     ) -> Sequence[Migration] | None:
         if self._dice.random() < 0.9:
             return None
-        request, target = self._dice.choice(requests), self._dice.choice(others)
-        return [Migration(request=request.id, target=target.id)]
+        request = self._dice.choice(requests)
+        on = request.instances
+        able = [view for view in others if on is None or view.id in on]
+        return [Migration(request=request.id, target=self._dice.choice(able).id)] if able else []
 
     @hookimpl
     def evict(self, victims: Sequence[ModelName]) -> Sequence[ModelName] | None:

@@ -246,7 +246,7 @@ def test_only_the_gpus_of_instances_are_checked(monkeypatch: pytest.MonkeyPatch)
     nvml.users[1] = [99]
     nvml.lanes = 8
 
-    found = {one.what: one for one in check_gpus(1, frozenset(), lambda bus: ABLE)}
+    found = {one.what: one for one in check_gpus([0], frozenset(), lambda bus: ABLE)}
 
     assert list(found) == [
         "gpu driver", "gpu 0", "pcie of gpu 0", "persistence of gpu 0", "processes on gpu 0",
@@ -255,7 +255,7 @@ def test_only_the_gpus_of_instances_are_checked(monkeypatch: pytest.MonkeyPatch)
     assert found["pcie of gpu 0"].level is Level.WARN
     assert found["processes on gpu 0"].level is Level.OK
     nvml.broken = True
-    (broken,) = check_gpus(1, frozenset(), lambda bus: ABLE)
+    (broken,) = check_gpus([0], frozenset(), lambda bus: ABLE)
     assert (broken.what, broken.level) == ("gpu driver", Level.FAIL)
 
 

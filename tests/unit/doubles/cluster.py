@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TypeVar, cast
@@ -151,8 +151,10 @@ class ClusterDouble:
         max_sequences: int | None = None,
         use: Sequence[str] | None = None,
         stranger: object | None = None,
+        only: Mapping[str, frozenset[int]] | None = None,
     ) -> None:
-        """`stranger` is a policy that is asked before the installed ones."""
+        """`stranger` is a policy that is asked before the installed ones. Models in `only` have
+        engines on those instances alone."""
         self.world = World(models, slab_bytes=SLAB)
         self.disk = DiskDouble(self.world)
         self.slabs = slabs
@@ -166,6 +168,7 @@ class ClusterDouble:
                     max_sequences=max_sequences,
                     slo=SLO,
                     pinned=name in pinned,
+                    instances=(only or {}).get(name),
                 )
                 for name, model in models.items()
             ],
@@ -263,9 +266,15 @@ class ClusterDouble:
         return life
 
     def add(
-        self, name: str, model: ModelDouble, kv_floor_slabs: int = 0, *, pinned: bool = False
+        self,
+        name: str,
+        model: ModelDouble,
+        kv_floor_slabs: int = 0,
+        *,
+        pinned: bool = False,
+        only: frozenset[int] | None = None,
     ) -> None:
-        """A model joins the catalogue."""
+        """A model joins the catalogue, with engines on these instances only, if any are given."""
         self.world.models[name] = model
         spec = ModelSpec(
             name=name,
@@ -274,6 +283,7 @@ class ClusterDouble:
             max_batch=64,
             slo=SLO,
             pinned=pinned,
+            instances=only,
         )
         self.tell(ModelAdded(model=spec, kv_floor_slabs=kv_floor_slabs))
 

@@ -30,19 +30,22 @@ def test_a_deal_is_even() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "instances", "ranks", "shares"),
+    ("allowed", "ranks", "shares"),
     [
-        ([0, 1], 1, 2, ["0,1"]),
-        ([0, 1, 2], 1, 2, ["0,1"]),
-        ([0, 1, 2, 3, 4], 2, 2, ["0,1", "2,3"]),
-        ([0, 1], 2, 2, ["0", "1"]),
+        ([0, 1], [2], ["0,1"]),
+        ([0, 1, 2], [2], ["0,1"]),
+        ([0, 1, 2, 3, 4], [2, 2], ["0,1", "2,3"]),
+        ([0, 1], [2, 2], ["0", "1"]),
+        ([0, 1, 2, 3], [2, 1], ["0,1", "2"]),
+        ([0, 1], [2, 1], ["0", "1"]),
     ],
 )
 def test_the_daemon_takes_what_ranks_leave(
-    allowed: list[int], instances: int, ranks: int, shares: list[str]
+    allowed: list[int], ranks: list[int], shares: list[str]
 ) -> None:
-    """One processor is the daemon's only if every rank has one of its own."""
-    assert share_cpus(allowed, instances, ranks) == shares
+    """One processor is the daemon's only if every rank has one of its own. An instance of two ranks
+    has twice as many as one of one."""
+    assert share_cpus(allowed, ranks) == shares
 
 
 def test_front_ends_have_processors() -> None:
@@ -51,7 +54,7 @@ def test_front_ends_have_processors() -> None:
     assert [front_end_count("auto", cpus) for cpus in (2, 8, 16, 192)] == [1, 1, 2, 4]
     assert front_end_count(7, 2) == 7
     assert [kept_cpus(cpus, 2, 3) for cpus in (1, 2, 3, 4, 16)] == [0, 0, 1, 2, 3]
-    assert share_cpus([0, 1, 2, 3, 4], 2, 1, 3) == ["0", "1"]
+    assert share_cpus([0, 1, 2, 3, 4], [1, 1], 3) == ["0", "1"]
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,7 @@ def model_view(
     parts: int = 1,
     requests: int = 0,
     last_arrival: float = 0.0,
+    instances: frozenset[int] | None = None,
 ) -> ModelView:
     return ModelView(
         name=name,
@@ -223,6 +224,7 @@ def model_view(
         output_tokens=output,
         requests=requests,
         last_arrival=last_arrival,
+        instances=instances,
     )
 
 

@@ -20,6 +20,7 @@ from appliance.scheduling.model_lifecycle import MAX_BUILD_LOSSES
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     BuildModel,
+    DropModel,
     ModelChanged,
     ModelEvictRequested,
     ModelLoadRequested,
@@ -76,6 +77,7 @@ class BusyCluster(RuleBasedStateMachine):
         disk_slabs=st.sampled_from([0, 4, 200]),
         damages=st.booleans(),
         encoded=st.booleans(),
+        partial=st.booleans(),
     )
     def open(
         self,
@@ -94,9 +96,13 @@ class BusyCluster(RuleBasedStateMachine):
         disk_slabs: int,
         damages: bool,
         encoded: bool,
+        partial: bool,
     ) -> None:
+        self.only = {f"m{n}": frozenset({n % instances}) for n in (1, 2, 5)} if partial else {}
+        """Where the models are that are not everywhere."""
         self.cluster = ClusterDouble(
             models(count),
+            only=self.only,
             policy="aegaeon" if policy == WHIMSICAL else policy,
             stranger=Whimsical(seed) if policy == WHIMSICAL else None,
             instances=instances,
@@ -195,7 +201,10 @@ class BusyCluster(RuleBasedStateMachine):
         name = f"m{pick}"
         if name not in self.cluster.machine.models:
             pins = {n for n, model in self.cluster.machine.models.items() if model.pinned}
-            self.cluster.add(name, models(7)[name], floor_slabs, pinned=pinned and not pins)
+            only = self.only.get(name)
+            self.cluster.add(
+                name, models(7)[name], floor_slabs, pinned=pinned and not pins, only=only
+            )
             self.cluster.world.unreadable.discard(name)
 
     @precondition(lambda self: len(self.cluster.machine.models) > 1)
@@ -238,7 +247,8 @@ class BusyCluster(RuleBasedStateMachine):
         """An instance is taken out of service, up or not; its worker ends sooner or later."""
         number = data.draw(st.sampled_from(sorted(self.cluster.machine.instances)))
         self.cluster.quarantine(number)
-        self.emptied |= self.cluster.machine.cluster.all_quarantined()
+        cluster = self.cluster.machine.cluster
+        self.emptied |= any([cluster.all_quarantined(m) for m in self.cluster.machine.models])
         if number in self.cluster.up:
             self.dying.add(number)
             if at_once:
@@ -306,8 +316,17 @@ class BusyCluster(RuleBasedStateMachine):
     @invariant()
     def who_waits_could_be_served(self) -> None:
         """No request waits for instances that all are out of service and without a worker."""
-        waiting = [r for r in self.cluster.machine.requests.values() if r.stage is Stage.UNPLACED]
-        assert not waiting or not self.cluster.machine.cluster.all_quarantined()
+        machine = self.cluster.machine
+        waiting = [r for r in machine.requests.values() if r.stage is Stage.UNPLACED]
+        assert not [r for r in waiting if machine.cluster.all_quarantined(r.model)]
+
+    @invariant()
+    def models_are_where_they_can_be(self) -> None:
+        """No command for a model goes to an instance that cannot have it, but that to drop it."""
+        for command in self.cluster.journal[-1][2] if self.cluster.journal else []:
+            on = self.only.get(getattr(command, "model", ""))
+            if on is not None and not isinstance(command, DropModel):
+                assert getattr(command, "instance", None) in {*on, None}
 
     @invariant()
     def every_wait_has_a_reason(self) -> None:
@@ -391,8 +410,9 @@ class BusyCluster(RuleBasedStateMachine):
         assert not self.cluster.machine.disk.held
         assert not self.cluster.disk.files
         assert not self.cluster.machine.removing
-        for instance in self.cluster.machine.instances.values():
-            assert instance.engines.keys() == self.cluster.machine.models.keys()
+        for number, instance in self.cluster.machine.instances.items():
+            there = {n for n in self.cluster.machine.models if number in self.only.get(n, {number})}
+            assert instance.engines.keys() == there
 
 
 def run_busy_clusters() -> None:

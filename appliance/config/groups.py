@@ -1,0 +1,151 @@
+"""The instances of a configuration, by their groups, and which of them may serve each model.
+
+A group is instances alike: each of as many ranks as the others. A model's weights and its KV lie on
+the host as so many ranks need them, so all groups that serve it have the same number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from appliance.config.problems import ProblemReport
+from appliance.config.schema import Config, DeviceGroup, Devices, Model
+from appliance.errors import nearest
+
+
+class InstancePlan(NamedTuple):
+    """One instance: its group ("" if there are none), its ranks, and on GPUs the number of each
+    rank's."""
+
+    group: str
+    ranks: int
+    gpus: tuple[int, ...] = ()
+
+
+def plan_instances(devices: Devices) -> tuple[InstancePlan, ...]:
+    """All instances, in the order of their numbers. Groups that name no GPUs get those that no
+    group names, the lowest first."""
+    named = {gpu for group in devices.groups for gpu in group.gpus}
+    most = len(named) + sum(group.count * group.tensor_parallel for group in _groups(devices))
+    free = iter([gpu for gpu in range(most) if gpu not in named])
+    plans = []
+    for group in _groups(devices):
+        ranks = group.tensor_parallel
+        gpus: Iterator[int] = iter(group.gpus) if group.gpus else free
+        for _ in range(group.count):
+            mine = tuple([next(gpus) for _ in range(ranks)]) if devices.cuda else ()
+            plans.append(InstancePlan(group.name, ranks, mine))
+    return tuple(plans)
+
+
+def _groups(devices: Devices) -> tuple[DeviceGroup, ...]:
+    """Without any, all instances are one."""
+    alike = DeviceGroup(
+        name="", instances=devices.instances, tensor_parallel=devices.tensor_parallel
+    )
+    return devices.groups or (alike,)
+
+
+def instances_of(model: Model, devices: Devices) -> frozenset[int] | None:
+    """Numbers of the instances that may serve the model; None for all."""
+    if not model.groups:
+        return None
+    plans = enumerate(plan_instances(devices))
+    return frozenset([number for number, plan in plans if plan.group in model.groups])
+
+
+def devices_of(model: Model, devices: Devices) -> Devices:
+    """The devices as the model finds them: instances alike, of as many ranks as its groups have."""
+    groups = _groups_of(model, devices)
+    if not groups:
+        return devices
+    return msgspec.structs.replace(
+        devices,
+        groups=(),
+        instances=sum([group.count for group in groups]),
+        tensor_parallel=groups[0].tensor_parallel,
+    )
+
+
+def _groups_of(model: Model, devices: Devices) -> list[DeviceGroup]:
+    return [one for one in devices.groups if not model.groups or one.name in model.groups]
+
+
+def check_groups(config: Config, report: ProblemReport) -> None:
+    """Report groups that cannot be made, and models that they cannot serve."""
+    devices = config.devices
+    if devices.groups:
+        for key, value in (
+            ("instances", devices.instances), ("tensor_parallel", devices.tensor_parallel)
+        ):  # fmt: skip
+            if value != 1:
+                report.add(("devices", key), "each group says so for itself", "leave it out")
+    seen: set[str] = set()
+    taken: set[int] = set()
+    for index, group in enumerate(devices.groups):
+        at = ("devices", "group", index)
+        if group.name in seen:
+            report.add((*at, "name"), f"{group.name} is the name of another group", "use its own")
+        seen.add(group.name)
+        _check_gpus(index, devices, taken, report)
+        taken |= set(group.gpus)
+    for index, model in enumerate(config.models):
+        _check_model(index, model, devices, report)
+
+
+def _check_gpus(index: int, devices: Devices, taken: set[int], report: ProblemReport) -> None:
+    group, at = devices.groups[index], ("devices", "group", index)
+    if not group.gpus:
+        return
+    ranks, count = group.tensor_parallel, len(group.gpus)
+    if not devices.cuda:
+        report.add(
+            (*at, "gpus"),
+            "models run on the CPU here",
+            "leave it out, and say how many instances the group has",
+        )
+    elif count % ranks:
+        report.add(
+            (*at, "gpus"),
+            f"{count} GPUs are not divisible into instances of {ranks} ranks",
+            "name a GPU for each rank",
+        )
+    elif group.instances not in (1, count // ranks):
+        report.add(
+            (*at, "instances"),
+            f"{group.instances} instances of {ranks} ranks do not have {count} GPUs",
+            f"use {count // ranks}, or leave it out",
+        )
+    elif twice := sorted(taken & set(group.gpus)) or len(set(group.gpus)) < count:
+        shown = f"GPU {twice[0]} is another group's" if isinstance(twice, list) else "a GPU twice"
+        report.add((*at, "gpus"), shown, "name each GPU once")
+
+
+def _check_model(index: int, model: Model, devices: Devices, report: ProblemReport) -> None:
+    at = ("model", index, "groups")
+    known = [group.name for group in devices.groups]
+    for name in model.groups:
+        if name not in known:
+            report.add(at, f"there is no group {name!r}", nearest(name, known))
+            return
+    ranks = {group.tensor_parallel for group in _groups_of(model, devices)}
+    if len(ranks) > 1:
+        numbers = " and ".join(map(str, sorted(ranks)))
+        report.add(
+            at,
+            f"the groups that may serve {model.name} have {numbers} ranks, which need its weights "
+            "and its KV otherwise",
+            "name groups of one number of ranks; list the model twice to have it in both",
+        )
+
+
+def unused_groups(config: Config) -> list[str]:
+    """Names of groups that no model may be served by."""
+    groups = config.devices.groups
+    if not all([model.groups for model in config.models]):
+        return []
+    used = {name for model in config.models for name in model.groups}
+    return [group.name for group in groups if group.name not in used]

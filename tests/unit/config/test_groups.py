@@ -1,0 +1,176 @@
+"""Groups of instances in a configuration, and which models they may serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.config.checks import warnings
+from appliance.config.groups import InstancePlan, devices_of, instances_of, plan_instances
+from appliance.config.loader import load_config
+from appliance.config.schema import Config, DeviceGroup, Devices
+from appliance.config.sizing import kv_floor_slabs, read_model, uncached
+from appliance.errors import ConfigError, Problem
+from appliance.units import Memory
+
+Make = Callable[..., Path]
+
+DEVICES = """\
+[devices]
+kind = "cpu"
+memory = "1MiB"
+slab = "64KiB"
+host_cache = "16MiB"
+"""
+PAIR = """
+[[devices.group]]
+name = "pair"
+tensor_parallel = 2
+"""
+SINGLES = """
+[[devices.group]]
+name = "singles"
+instances = 2
+"""
+MODEL = """
+[[model]]
+name = "{name}"
+path = "tiny"
+max_context = {context}
+dtype = "float32"
+groups = {groups}
+"""
+
+
+def model(name: str = "tiny", *groups: str, context: int = 1024) -> str:
+    return MODEL.format(name=name, groups=list(groups), context=context)
+
+
+@pytest.fixture
+def read(tmp_path: Path, fake_checkpoint: Make) -> Callable[..., Config]:
+    """Read a configuration of these texts."""
+    fake_checkpoint()
+
+    def of(*texts: str, check_files: bool = True, devices: str = DEVICES) -> Config:
+        path = tmp_path / "appliance.toml"
+        path.write_text("".join([devices, *texts]))
+        return load_config(path, check_files=check_files)
+
+    return of
+
+
+def test_a_mixed_box(read: Callable[..., Config]) -> None:
+    """A group of one instance of two ranks beside two single ones, and each model on its group."""
+    devices = DEVICES.replace("1MiB", "2MiB")
+    config = read(PAIR, SINGLES, model("large", "pair"), model("small", "singles"), devices=devices)
+
+    assert plan_instances(config.devices) == (
+        InstancePlan("pair", 2),
+        InstancePlan("singles", 1),
+        InstancePlan("singles", 1),
+    )
+    large, small = config.models
+    assert instances_of(large, config.devices) == {0}
+    assert instances_of(small, config.devices) == {1, 2}
+    assert devices_of(large, config.devices).tensor_parallel == 2
+    assert devices_of(small, config.devices).instances == 2
+    assert warnings(config) == []
+
+    entries = [read_model(one, config.devices) for one in config.models]
+    assert kv_floor_slabs(config, entries) >= kv_floor_slabs(config, entries[1:])
+    assert uncached(config, entries) == []
+
+
+def test_what_fits_two_ranks_need_not_fit_one(read: Callable[..., Config]) -> None:
+    """The same model is refused in a group of single ranks; the message has their number."""
+    found = problem(read, PAIR, SINGLES, model("tiny", "singles"))
+
+    assert found.key == "model[0]"
+    assert "on each of" not in found.wrong
+    assert read(PAIR, SINGLES, model("tiny", "pair"))
+
+
+def test_without_groups_all_instances_are_one(read: Callable[..., Config]) -> None:
+    """`instances` and `tensor_parallel` mean what they did."""
+    text = "instances = 3\ntensor_parallel = 2\n"
+    config = read(text, model())
+
+    assert plan_instances(config.devices) == (InstancePlan("", 2),) * 3
+    assert instances_of(config.models[0], config.devices) is None
+    assert devices_of(config.models[0], config.devices) == config.devices
+
+
+def test_a_model_without_groups_is_on_all(read: Callable[..., Config]) -> None:
+    """If they have the same number of ranks."""
+    other = PAIR.replace("pair", "other")
+    config = read(PAIR, other, model())
+
+    assert instances_of(config.models[0], config.devices) is None
+    assert devices_of(config.models[0], config.devices).tensor_parallel == 2
+    assert len(plan_instances(config.devices)) == 2
+
+
+@pytest.mark.parametrize(
+    ("texts", "key", "wrong"),
+    [
+        ([PAIR, SINGLES, model()], "model[0].groups", "have 1 and 2 ranks"),
+        ([PAIR, model("tiny", "piar")], "model[0].groups", "no group 'piar'"),
+        ([model("tiny", "pair")], "model[0].groups", "no group 'pair'"),
+        ([PAIR, PAIR, model()], "devices.group[1].name", "another group"),
+        (["instances = 2\n", PAIR, model()], "devices.instances", "for itself"),
+        (["tensor_parallel = 2\n", PAIR, model()], "devices.tensor_parallel", "for itself"),
+        ([PAIR, "gpus = [0, 1]\n", model()], "devices.group[0].gpus", "run on the CPU"),
+        ([PAIR.replace("2", "0"), model()], "devices.group[0].tensor_parallel", ">= 1"),
+        ([PAIR.replace("pair", "a pair"), model()], "devices.group[0].name", "matching"),
+        (["group = 1\n", model()], "devices.group", "expected tables"),
+        ([SINGLES, "rank = 1\n", model()], "devices.group[0].rank", "unknown key"),
+        (['host_cache_codec = "exp7"\n', PAIR, model()], "devices.host_cache_codec", "ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    read: Callable[..., Config], texts: list[str], key: str, wrong: str
+) -> None:
+    """Each with its key, what is wrong, and a remedy."""
+    with pytest.raises(ConfigError) as caught:
+        read(*texts, check_files=False)
+
+    (found,) = caught.value.problems
+    assert found.key == key
+    assert wrong in found.wrong
+    assert found.remedy
+
+
+def test_a_group_that_no_model_uses_is_worth_a_word(read: Callable[..., Config]) -> None:
+    """It takes its memory for nothing."""
+    config = read(PAIR, SINGLES, model("tiny", "pair"))
+
+    assert warnings(config) == ["devices.group: no model may be served by singles"]
+
+
+def test_gpus_are_dealt_to_groups() -> None:
+    """Those that a group names are its own; the others get the lowest that none names."""
+
+    def plans(*groups: DeviceGroup) -> list[tuple[str, int, tuple[int, ...]]]:
+        devices = Devices(memory_bytes=Memory.read("1GiB"), kind="cuda", groups=groups)
+        return [tuple(plan) for plan in plan_instances(devices)]
+
+    assert plans(
+        DeviceGroup(name="single"),
+        DeviceGroup(name="quad", tensor_parallel=2, gpus=(0, 2, 4, 5)),
+        DeviceGroup(name="more", instances=2),
+    ) == [
+        ("single", 1, (1,)),
+        ("quad", 2, (0, 2)),
+        ("quad", 2, (4, 5)),
+        ("more", 1, (3,)),
+        ("more", 1, (6,)),
+    ]
+
+
+def problem(read: Callable[..., Config], *texts: str) -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        read(*texts)
+    (one,) = caught.value.problems
+    return one
