@@ -13,7 +13,7 @@ COVERED := tests/unit/scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu gpu-lease test-clients fuzz chaos pins lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu gpu-lease gpu-dry test-clients fuzz chaos pins lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +91,18 @@ test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/g
 
 gpu-lease: $(VENV)/.dev ## What a borrowed GPU is to measure, section by section (docs/gpu.md)
 	$(BIN)/python benchmarks/gpu_lease.py --list
+
+GPU_DRY := build/gpu-dry/venv
+
+$(GPU_DRY)/.created: requirements/gpu.txt requirements/gpu-dry.txt pyproject.toml
+	$(PYTHON) -m venv $(GPU_DRY)
+	$(GPU_DRY)/bin/pip install -qq $(PINNED) -r requirements/gpu.txt
+	$(GPU_DRY)/bin/pip install -qq $(PINNED) -r requirements/gpu-dry.txt
+	$(GPU_DRY)/bin/pip install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+gpu-dry: $(GPU_DRY)/.created ## The CUDA side on a driver that computes nothing: 9 GB into build/; not in CI
+	$(GPU_DRY)/bin/python benchmarks/gpu_dry.py --out build/gpu-dry/out --json build/gpu-dry/summary.json
 
 test-system: $(VENV)/.dev ## The whole appliance
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \

@@ -17,6 +17,16 @@ LIMITS: Final = (("api", "max_queue"), ("api", "progress_deadline"), ("log", "le
 TLS: Final = (("api", "tls_certificate"), ("api", "tls_key"))
 
 
+def _size(value: Bytes) -> str | int:
+    """As text, if that says it to the byte. A rounded text may be no size at all: "1.4GiB" is not
+    a whole number of bytes."""
+    text = human(value)
+    try:
+        return text if Bytes.read(text) == value else int(value)
+    except ValueError:
+        return int(value)
+
+
 def as_written(section: Section) -> dict[str, Any]:
     """A table as a file would have it, with every key: sizes and durations are strings."""
     table: dict[str, Any] = {}
@@ -27,8 +37,7 @@ def as_written(section: Section) -> dict[str, Any]:
         elif value and isinstance(value, tuple) and isinstance(value[0], Section):
             table[key] = [as_written(row) for row in value]
         elif isinstance(value, Bytes):
-            text = human(value)
-            table[key] = text if Bytes.read(text) == value else int(value)
+            table[key] = _size(value)
         elif isinstance(value, Seconds):
             table[key] = toml(value).strip('"')
         elif isinstance(value, Address):

@@ -1,0 +1,1 @@
+"""Tests of ``appliance serve`` on a GPU, or on the pretend driver; see docs/gpu.md."""

@@ -1,0 +1,1 @@
+"""A driver that stands for one GPU and computes nothing, for ``make gpu-dry``."""
