@@ -66,7 +66,10 @@ deb: $(VENV)/.appliance ## A Debian package in dist/ (docs/operations.md)
 check: lint ## Lint, types and most unit tests, in three minutes on two cores
 	$(BIN)/python -m pytest -q -n auto -m "not thorough" tests/unit
 
-test: lint test-unit test-coverage results-quick test-frontend test-engine test-system ## Lint and all tests
+# Types are checked on one processor; the lab has the others meanwhile.
+test: $(VENV)/.dev ## Lint and all tests
+	$(MAKE) --jobs 2 --output-sync=target lint results-quick
+	$(MAKE) test-unit test-coverage test-frontend test-engine test-system
 
 test-unit: $(VENV)/.dev ## Fast tests, no engine; those of the scheduling machine are test-coverage's
 	$(BIN)/python -m pytest -q -n auto $(COVERED:%=--ignore=%) tests/unit
@@ -104,8 +107,9 @@ $(GPU_DRY)/.created: requirements/gpu.txt requirements/gpu-dry.txt pyproject.tom
 gpu-dry: $(GPU_DRY)/.created ## The CUDA side on a driver that computes nothing: 9 GB into build/; not in CI
 	$(GPU_DRY)/bin/python benchmarks/gpu_dry.py --out build/gpu-dry/out --json build/gpu-dry/summary.json
 
+# Three at a time: two leave a sixth of two processors unused.
 test-system: $(VENV)/.dev ## The whole appliance
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
 		tests/system --ignore tests/system/test_deb.py --ignore tests/system/test_web.py \
 		--ignore tests/system/test_dashboard.py --durations=12
 

@@ -36,21 +36,30 @@ MEMORY_BYTES = 48 << 20
 
 
 LONGEST = (
-    "test_kills",
-    "test_ranks",
-    "test_demo",
+    "test_front_ends",
     "test_chaos",
+    "test_kv_on_disk",
     "test_endurance",
     "test_restart",
+    "test_policies",
+    "test_kinds",
+    "test_pool",
+    "test_quantized",
+    "test_images",
+    "test_kills",
+    "test_operators",
     "test_catalogue",
+    "test_ranks",
 )
-"""Files that begin first, so that no process is left alone with one at the end."""
-SHARING = ("test_dialects", "test_guides_and_tools", "test_openai_client", "test_thinking")
+"""Files that begin first, the longest before all, so that no process is left alone at the end."""
+SHARING = ("test_guides_and_tools", "test_dialects", "test_openai_client", "test_thinking")
 """Files that share a daemon, which begin last: it is not there beside those of others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (item.path.stem in SHARING) - (item.path.stem in LONGEST))
+    order = {name: place for place, name in enumerate(LONGEST, -len(LONGEST))}
+    order |= {name: place for place, name in enumerate(SHARING, 1)}
+    items.sort(key=lambda item: order.get(item.path.stem, 0))
     for item in items:
         if "tests/system" in str(item.path):
             item.add_marker(pytest.mark.system)

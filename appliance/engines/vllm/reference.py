@@ -74,16 +74,29 @@ def _import_vllm() -> None:
     gc.disable()
     import vllm.entrypoints.llm  # noqa: F401
 
+    gc.freeze()
+    _have_imports_stay_exempt()
     gc.enable()
+
+
+def _have_imports_stay_exempt() -> None:
+    """Have vLLM neither exempt objects from the collection of garbage nor end that they are.
+
+    When it drops a model, it looks at all that was ever imported, twice: a second for a tiny model.
+    It exempts what it makes of a model, too, and nothing would collect that when the model goes.
+    """
+    for name in ("freeze", "unfreeze"):
+        setattr(gc, name, _leave)
+
+
+def _leave() -> None:
+    """What is exempt stays so, and nothing else does."""
 
 
 def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
 
-    # vLLM collects garbage several times for a model. It need not look at what is there before;
-    # when a model is dropped, vLLM has all looked at again.
-    gc.freeze()
     if checkpoint.tensor_parallel > 1:
         # Left to itself, vLLM wants a NUMA node for each of its processes.
         shares = deal_cpus(sorted(os.sched_getaffinity(0)), checkpoint.tensor_parallel)
