@@ -153,7 +153,8 @@ def plain_weights(path: str, dtype: str, placed: PlacedWeights) -> dict[str, byt
 def _configure(path: str, dtype: str, load_format: str) -> Any:
     chosen = {"max_model_len": 1024, "max_num_seqs": 16, "max_logprobs": 20}
     checkpoint = read_model_config(Path(path))
-    config = engine._configure(1, checkpoint, Task.GENERATE, HostDevice(), 0, dtype=dtype, **chosen)
+    about = (1, checkpoint, Task.GENERATE, HostDevice(), (0, 0))
+    config = engine._configure(about, dtype=dtype, **chosen)
     config.load_config.load_format = load_format
     engine.ensure_expert_group(config)
     return config
