@@ -176,11 +176,10 @@ def read_checkpoint(
     kept = _kept(config, tensors)
     own_task = read_task(path, task)
     weight_bytes = _weight_bytes(config, kept, resolved, own_task, cuda=cuda)
-    media = images or sounds
+    media = "images" if images else "sounds" if sounds else ""
     readers = image_tensors(files, config) if media else []
     if media and (wrong := why_not_whole(config, tensors, readers)):
-        key = "images" if images else "sounds"
-        raise UnsupportedModel(f"{path}: {wrong}", f"use {key} = 0, or take another checkpoint")
+        raise UnsupportedModel(f"{path}: {wrong}", f"use {media} = 0, or take another checkpoint")
     weight_bytes += tensor_bytes(readers, resolved)
     return CatalogEntry(
         name=name,

@@ -501,7 +501,10 @@ def moved(feature: Any, **place: Any) -> Any:
     [
         (lambda one: [one, one, one], "3 images in a prompt, more than the 2 of `images`"),
         (lambda one: [one, one], "image 1: tokens .* are not its own"),
-        (lambda one: [replace(one, modality="video")], "image 0: 'video' is not an image"),
+        (
+            lambda one: [replace(one, modality="video")],
+            "image 0: 'video' is not what the model reads",
+        ),
         (lambda one: [replace(one, data=None)], "no data"),
         (lambda one: [replace(one, identifier="")], "no hash"),
         (lambda one: [moved(one, offset=-1)], "are not its own"),

@@ -208,27 +208,25 @@ class VllmEngine:
         `embedding_task` is the checkpoint's own. Raises `CheckpointError` for damaged files,
         `TaskRefused`, `SeamMoved`, `UnsupportedKvCache`, `UnsupportedPooling`, what vLLM raises.
         """
-        check_seams()
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
-        most = prompt_images or prompt_sounds
-        headers = _headers(checkpoint, task, most, speculation)
+        media = (prompt_images, prompt_sounds)
+        headers = _headers(checkpoint, task, max(media), speculation)
         lora = BaseAdapters.read(checkpoint, adapters, adapter_room, task, ranks, where)
         kept_as = (path, dtype, ranks, adapters, adapter_room, embedding_task)
         shelf = images.shelf(*kept_as) if images else None
-        about = (ranks, checkpoint, task, where, (prompt_images, prompt_sounds))
         config = _configure(
-            about,
+            (ranks, checkpoint, task, where, media),
             dtype=dtype,
             max_model_len=max_context,
             max_num_seqs=max_batch,
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}) | lora_arguments(lora.stacks),
-            **draft_args(speculation, checkpoint, task, where, ranks, most, lora.stacks),
+            **draft_args(speculation, checkpoint, task, where, ranks, max(media), lora.stacks),
         )
         with recording(*headers, lora.adapters, lora.stacks, embedding_task) as recorded:
             placed = (model, recorded, arena, host, swapper, where, shelf, verify, encoded)
             place = partial(PlacedWeights.place, *placed)
-            read = _media_of(checkpoint, config, most)
+            read = _media_of(checkpoint, config, max(media))
             kv = KvPlacement(arena, f"kv:{model}", max_context, where, place, *read)
             with placing(kv):
                 core = _start(config, ranks)
@@ -570,8 +568,9 @@ def _configure(
     about: tuple[int, ModelConfig, Task, Device, tuple[int, int]], **chosen: Any
 ) -> VllmConfig:
     """vLLM's configuration of an engine: `chosen` for it, the rest follows from what it is `about`:
-    ranks, model, task, device, and the most images and sounds of a prompt. Raises
+    ranks, model, task, device, and the most images and sounds of a prompt. Raises `SeamMoved`,
     `UnsupportedPooling`."""
+    check_seams()
     ranks, checkpoint, task, device, most = about
     parameters.forbid_packing()
     register_types()

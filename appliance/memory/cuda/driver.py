@@ -10,7 +10,9 @@ import importlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
+
+_NOT_FOUND: Final = 500
 
 
 class CudaError(OSError):
@@ -43,7 +45,12 @@ def call(name: str, *arguments: Any, of: str = "") -> Any:
     Other Python threads run meanwhile. Raises `CudaError`, which says `of` what the call was.
     """
     bindings = driver()
-    return _check(bindings, name, getattr(bindings, name)(*arguments), of)
+    try:
+        result = getattr(bindings, name)(*arguments)
+    except RuntimeError as error:  # the bindings', for what an old driver does not have
+        text = f"the CUDA driver has no {name}: {error}; update NVIDIA's driver"
+        raise CudaError("CUDA_ERROR_NOT_FOUND", _NOT_FOUND, text) from error
+    return _check(bindings, name, result, of)
 
 
 class CudaContext:

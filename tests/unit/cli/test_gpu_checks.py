@@ -325,3 +325,29 @@ def test_abilities_are_asked_by_the_address_of_the_bus(monkeypatch: pytest.Monke
 
     assert found == Abilities(maps_memory=True, shares_events=False)
     assert asked == [b"00000000:3B:00.0", ("vmm", 3), ("events", 3)]
+
+
+def test_a_driver_that_is_too_old_for_a_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bindings raise what is no `OSError`."""
+
+    def missing(bus: bytes) -> None:
+        raise RuntimeError("function cuDeviceGetByPCIBusId is not found")
+
+    bindings = ModuleType("cuda.bindings.driver")
+    success = SimpleNamespace(name="CUDA_SUCCESS", value=0)
+    vars(bindings).update(
+        cuInit=lambda flags: (success,),
+        cuDeviceGetByPCIBusId=missing,
+        CUdevice_attribute=SimpleNamespace(),
+        CUresult=SimpleNamespace(CUDA_SUCCESS=success),
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", bindings)
+    driver.driver.cache_clear()
+    try:
+        found = check_gpu(GPU, read_abilities)
+    finally:
+        driver.driver.cache_clear()
+
+    assert found.level is Level.FAIL
+    assert "the CUDA driver has no cuDeviceGetByPCIBusId" in found.finding
+    assert "update NVIDIA's driver" in found.finding
