@@ -147,7 +147,7 @@ def _of_part(name: str, part: Mapping[str, Any]) -> Iterator[Image]:
         return
     for other in _NOT_READ:
         if kind == other or other in part:
-            message = f"{name}: no model here reads {other}: send text and images"
+            message = f"{name}: this model reads no {other}: send text and images"
             raise BadRequest(message, name, "unsupported_part")
     if kind == "image":
         yield _sourced(f"{name}.source", part.get("source"))

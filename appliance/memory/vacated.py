@@ -64,13 +64,21 @@ class VacatedSlabs:
         self._slabs.update(slabs)
         self._addresses.update((slab, address) for address, slab in slabs.items())
         if len(slabs) <= self._at_once:
-            with contextlib.suppress(OSError):
+            try:
                 self.clear(slabs)
+            except OSError as error:
+                _log_refusal(error)
             return
         self._line.extend(sorted(slabs))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._unmap_all, name="unmap", daemon=True)
-            self._thread.start()
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._unmap_all, name="unmap", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no room for another thread
+            _log_refusal(error)
+        else:
+            self._thread = thread
 
     def clear_for(self, addresses: Iterable[int], slabs: Iterable[int]) -> None:
         """Before these slabs are mapped under these addresses. Raises `OSError`."""
@@ -112,15 +120,15 @@ class VacatedSlabs:
                     self._thread = None
                     self._changed.notify_all()
                     return
-            error = None
+            unmapped = False
             try:
                 self._vmm.unmap(places.start, len(places) // self._vmm.slab_bytes)
-            except OSError as refused:
-                error = refused
-                log.warning("slabs stay mapped until they are used again: %s", error)
+                unmapped = True
+            except Exception as error:  # mappings wait for this thread: it must go on
+                _log_refusal(error)
             with self._changed:
                 self._busy = frozenset()
-                if error is None:
+                if unmapped:
                     self._forget(places)
                 self._changed.notify_all()
 
@@ -146,3 +154,7 @@ class VacatedSlabs:
             if i == len(addresses) or addresses[i] != address + self._vmm.slab_bytes:
                 yield addresses[start], i - start
                 start = i
+
+
+def _log_refusal(error: Exception) -> None:
+    log.warning("slabs stay mapped until they are used again: %s", error)

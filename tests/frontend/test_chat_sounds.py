@@ -13,6 +13,9 @@ import pytest_asyncio
 from vllm.v1.engine import EngineCoreRequest
 
 from appliance.engines.vllm.messages import decode_request
+from appliance.frontend.sound import chats
+from appliance.frontend.sound.chats import ChatSound, look_at
+from appliance.http.errors import BadRequest
 from appliance.service.front_frames import FetchImage, Submit
 from tests.engine.with_sound import ChatPreparer
 from tests.frontend.conftest import model_at
@@ -33,7 +36,11 @@ async def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared(checkpoint: Path) -> AsyncIterator[StandInCore]:
-    models = [model_at(checkpoint, "hearer", sounds=2), model_at(checkpoint, "deaf")]
+    models = [
+        model_at(checkpoint, "hearer", sounds=2),
+        model_at(checkpoint, "crowded", sounds=16),
+        model_at(checkpoint, "deaf"),
+    ]
     async with front_end(models, max_body_bytes=32 << 20) as core:
         yield core
 
@@ -154,6 +161,21 @@ REFUSED: Final[dict[str, tuple[tuple[dict[str, Any], ...], str, str]]] = {
         "messages[0].content[0].input_audio.data",
         "no base64",
     ),
+    "URL as data": (
+        (
+            {
+                "type": "input_audio",
+                "input_audio": {"data": "data:audio/wav;base64,AA==", "format": "wav"},
+            },
+        ),
+        "messages[0].content[0].input_audio.data",
+        'send what is behind "base64," alone',
+    ),
+    "no URL": (
+        ({"type": "audio_url", "audio_url": 5},),
+        "messages[0].content[0].audio_url",
+        "send the sound as a data URL",
+    ),
     "no data": (
         ({"type": "input_audio", "input_audio": {"format": "wav"}},),
         "messages[0].content[0].input_audio.data",
@@ -244,4 +266,23 @@ async def test_where_no_sound_is_read(core: StandInCore, http: httpx.AsyncClient
     ):
         answer = await http.post(path, json=body)
         assert answer.status_code == 400, (path, answer.text)
+        if path in ("/v1/messages", "/v1/responses"):
+            assert "].content[0]: sounds are read from /v1/chat/completions alone" in answer.text
     assert not core.said(Submit)
+
+
+async def test_sounds_count_as_part_of_the_body(core: StandInCore, http: httpx.AsyncClient) -> None:
+    """16 short ones are a small body, and are prepared as more than a client may have."""
+    answer = await http.post(CHAT, json=chat(*[sound(GOOD)] * 16, model="crowded"))
+    assert answer.status_code == 413, answer.text
+    assert answer.json()["error"]["code"] == "body_too_large"
+    assert not core.said(Submit)
+
+
+async def test_all_sounds_of_a_request_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of samples, as each is short enough."""
+    two = tuple(ChatSound(f"at {i}", encoded(GOOD), is_url=False) for i in range(2))
+    monkeypatch.setattr(chats, "MAX_VALUES", RATE)
+    look_at(two[:1])
+    with pytest.raises(BadRequest, match=f"at 1: with it the request has more than {RATE} samples"):
+        look_at(two)

@@ -305,9 +305,12 @@ BAD: Final = {
     "heavy": ([image(url_of(bytes((20 << 20) + 1)))], "content[0].image_url: more than 20971520"),
     "uuid": ([image(url_of(picture())) | {"uuid": "x"}], "content[0].uuid: images are known"),
     "no url": ([{"type": "image_url"}], "content[0].image_url: send the image"),
-    "embeds": ([{"type": "image_embeds", "image_embeds": "AAAA"}], "content[0]: no model here"),
-    "film": ([{"type": "video_url", "video_url": {"url": "x"}}], "reads video_url"),
-    "sound": ([{"type": "input_audio", "input_audio": {"data": "AA"}}], "reads input_audio"),
+    "embeds": (
+        [{"type": "image_embeds", "image_embeds": "AAAA"}],
+        "content[0]: this model reads no",
+    ),
+    "film": ([{"type": "video_url", "video_url": {"url": "x"}}], "reads no video_url"),
+    "sound": ([{"type": "input_audio", "input_audio": {"data": "AA"}}], "reads no input_audio"),
     "source": ([{"type": "image", "source": {"type": "file"}}], "content[0].source.type: send"),
 }
 
@@ -374,7 +377,7 @@ async def test_where_no_images_are_read(core: StandInCore, http: httpx.AsyncClie
     """Batches of chats, what is only rendered, and a body with options for the images."""
     good = chat(image(url_of(picture())))
     batch = good | {"messages": [good["messages"]]}
-    elsewhere = "images are read of the messages of one chat"
+    elsewhere = "images are read from the messages of one chat"
     for path, body, said in (
         ("/v1/chat/completions/batch", batch, elsewhere),
         ("/v1/chat/completions/render", good, elsewhere),

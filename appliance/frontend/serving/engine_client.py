@@ -374,18 +374,18 @@ def _check_media(request: EngineCoreRequest, siblings: int) -> None:
     """Raise `MediaTooLarge` for more prepared images or sounds than a request may have, or than all
     choices may have that are asked for at once: each has its own in the core."""
     of_sound = any(feature.modality == "audio" for feature in request.mm_features or ())
-    word, less = ("sounds", "shorter") if of_sound else ("images", "smaller")
+    word = "sounds" if of_sound else "images"
     items = (feature.data for feature in request.mm_features or ())
     size = sum(MultiModalCache.get_item_size(item) for item in items if item is not None)
     if size > MAX_REQUEST_BYTES - _OTHER_BYTES:
-        lowered = (
-            ", or have max_pixels (or size.longest_edge, or max_patches where images are cut into "
-            "tiles) lowered in the checkpoint's preprocessor_config.json"
+        smaller = (
+            ", or smaller ones, or have max_pixels (or size.longest_edge, or max_patches where "
+            "images are cut into tiles) lowered in the checkpoint's preprocessor_config.json"
         )
         raise MediaTooLarge(
             f"the {word} take {size} bytes when they are prepared for the model, of at most "
-            f"{MAX_REQUEST_BYTES - _OTHER_BYTES} in a request: send fewer or {less} ones"
-            + ("" if of_sound else lowered)
+            f"{MAX_REQUEST_BYTES - _OTHER_BYTES} in a request: send fewer"
+            + ("" if of_sound else smaller)
         )
     if size * siblings > MAX_TOGETHER_BYTES:
         raise MediaTooLarge(

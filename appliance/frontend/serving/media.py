@@ -44,8 +44,8 @@ class RefusingConnector(MediaConnector):  # type: ignore[misc]
         name = call.images.get(key)
         if name is None:
             raise VLLMValidationError(
-                "images are read of the messages of one chat: send them there, and not in a batch "
-                "of chats, in what is only rendered, or in a stored response"
+                "images are read from the messages of one chat: send them there, and not in a "
+                "batch of chats, in what is only rendered, or in a stored response"
             )
         file = call.fetched.get(key)
         return await in_thread(call, threads, _decoded, name, image_url, file, image_mode)
@@ -55,7 +55,7 @@ class RefusingConnector(MediaConnector):  # type: ignore[misc]
         name = call.sounds.get(key_of_sound(audio_url))
         if name is None:
             raise VLLMValidationError(
-                "sounds are read of the messages of one chat (/v1/chat/completions): send them "
+                "sounds are read from the messages of one chat (/v1/chat/completions): send them "
                 "there, and not in a batch of chats, or in what is only rendered"
             )
         return await in_thread(call, threads, _sound, name, audio_url)

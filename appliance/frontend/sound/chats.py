@@ -21,12 +21,19 @@ from appliance.http.errors import BadRequest
 
 PATHS: Final = frozenset({"/v1/chat/completions", "/tokenize"})
 """Where messages may have sounds."""
+_ELSEWHERE: Final = {
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/v1/responses": "input",
+}
+"""Where they may not: what a body calls its messages there."""
 FORMATS: Final = ("wav", "mp3", "flac", "ogg")
-"""What clients may call a sound; what it is, is read of its content."""
+"""What clients may call a sound. Its content alone says what it is."""
 MIN_SECONDS: Final = 0.1
 """Of a sound: the encoder makes nothing of much shorter ones."""
 
 _DATA: Final = re.compile("data:", re.IGNORECASE)
+_EXAMPLE: Final = '"data:audio/wav;base64,..."'
 _NOT_READ: Final = (
     *("image_url", "input_image", "image", "image_embeds", "image_pil", "prompt_embeds"),
     *("audio_embeds", "video_embeds", "video_url", "file", "input_file", "document"),
@@ -46,10 +53,13 @@ class ChatSound(NamedTuple):
     def file(self) -> bytes:
         """Raises `BadSound`."""
         if not isinstance(self.sent, str) or not self.sent:
-            raise BadSound("send the sound in base64")
-        if not self.is_url:
-            return _decoded_base64(self.sent)
-        return decoded_url(self.sent)
+            how = f"as a data URL ({_EXAMPLE})" if self.is_url else "in base64"
+            raise BadSound(f"send the sound {how}")
+        if self.is_url:
+            return decoded_url(self.sent)
+        if _DATA.match(self.sent):
+            raise BadSound('it is a data URL: send what is behind "base64," alone, or audio_url')
+        return _decoded_base64(self.sent)
 
     def key(self) -> int:
         """What `call.sounds` knows it by."""
@@ -69,10 +79,12 @@ def key_of_url(url: str) -> int:
 def decoded_url(url: str) -> bytes:
     """The file in a data URL. Raises `BadSound` for other URLs."""
     if not _DATA.match(url):
-        raise BadSound("no sound is fetched from URLs: send it as input_audio, or as a data URL")
+        raise BadSound(
+            f"no sound is fetched from URLs: send it as input_audio, or as a data URL ({_EXAMPLE})"
+        )
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise BadSound('the data URL has no base64: send "data:audio/wav;base64,..."')
+        raise BadSound(f"the data URL has no base64: send {_EXAMPLE}")
     return _decoded_base64(data)
 
 
@@ -80,26 +92,42 @@ def _decoded_base64(data: str) -> bytes:
     try:
         return pybase64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadSound(f"no base64: {error}") from error
+        raise BadSound(f"it is no base64 ({error}): send the file in base64") from error
 
 
 def find(path: str, fields: Mapping[str, Any], most: int) -> tuple[ChatSound, ...]:
     """The sounds in a body for `path`, of which a prompt may have `most`. Raises `BadRequest` for
-    more, and for parts that are neither text nor sound."""
+    more, for parts that are neither text nor sound, and for sounds where none are read."""
+    if path in _ELSEWHERE:
+        for name, part in _parts(_ELSEWHERE[path], fields):
+            if _fields_of_sound(part):
+                message = f"{name}: sounds are read from /v1/chat/completions alone: send it there"
+                raise BadRequest(message, name, "unsupported_part")
     if path not in PATHS:
         return ()
     found: list[ChatSound] = []
-    messages = _messages(fields.get("messages"))
-    for i, message in enumerate(messages if isinstance(messages, list) else ()):
-        parts = message.get("content") if isinstance(message, dict) else None
-        for j, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, dict):
-                found += _of_part(f"messages[{i}].content[{j}]", part)
+    for name, part in _parts("messages", fields):
+        found += _of_part(name, part)
     if len(found) > most:
         name = found[most].name
         message = f"{name}: a prompt of this model has at most {most} sounds"
         raise BadRequest(message, name, "too_many_sounds")
     return tuple(found)
+
+
+def _parts(field: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The parts of all messages, by their names."""
+    messages = _messages(fields.get(field))
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, dict):
+                yield f"{field}[{i}].content[{j}]", part
+
+
+def _fields_of_sound(part: Mapping[str, Any]) -> set[str]:
+    """Those that make it one."""
+    return {one for one in ("input_audio", "audio_url") if part.get("type") == one or one in part}
 
 
 def _messages(raw: object) -> Any:
@@ -118,7 +146,7 @@ def _of_part(name: str, part: Mapping[str, Any]) -> Iterator[ChatSound]:
         if kind == other or other in part:
             message = f"{name}: this model reads no {other}: send text and sound"
             raise BadRequest(message, name, "unsupported_part")
-    said = {one for one in ("input_audio", "audio_url") if kind == one or one in part}
+    said = _fields_of_sound(part)
     if not said:
         return
     if len(said) > 1:
