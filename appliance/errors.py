@@ -8,6 +8,7 @@
     |   +-- KeyExists, KeyNotFound, KeyFieldError
     +-- PolicyError          a policy cannot be loaded
     |   +-- PolicyChoiceError  a choice of policies cannot be used; lists every problem
+    +-- CeilingsError        what a machine can do was not measured, or not on this machine
     +-- KvFolderError        the folder for KV on disk cannot be used
     +-- LedgerError          the books of a memory tier do not balance: a defect, never a shortage
     +-- LabError             a simulation cannot be made, or what it simulates cannot be
@@ -91,6 +92,11 @@ class PolicyChoiceError(PolicyError):
     def __init__(self, problems: Sequence[ChoiceProblem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
+
+
+class CeilingsError(ApplianceError):
+    """There are no ceilings to be used, or they cannot be measured; the message says why, and what
+    to do."""
 
 
 class KvFolderError(ApplianceError):

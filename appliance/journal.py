@@ -19,6 +19,7 @@ from appliance.errors import IllegalTransition, LedgerError
 from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.policies.loader import load_stack
 from appliance.policies.stack import PolicyStack
+from appliance.scheduling.cost_model import FIRST_GUESS_LOAD_BYTES_PER_SECOND, CostModel
 from appliance.scheduling.machine import Machine
 from appliance.service.policy_report import Missed, PolicyChoice, PolicyChosen, PolicyEnabled
 from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
@@ -35,6 +36,8 @@ class Setup(Word, frozen=True, kw_only=True):
     """Slabs of the host tier that weights never take."""
     disk_bytes: int = 0
     """Room for KV on disk."""
+    load_bytes_per_second: float = FIRST_GUESS_LOAD_BYTES_PER_SECOND
+    """At which weights are expected to load until some were."""
     policy: PolicyChoice
 
     def stack(
@@ -50,7 +53,8 @@ class Setup(Word, frozen=True, kw_only=True):
         """A fresh machine, on these policies or its own. Raises what `stack` raises."""
         host = HostLedger(self.host_bytes, self.slab_bytes, self.kv_floor_slabs)
         disk = DiskLedger(self.disk_bytes)
-        return Machine(self.models, self.instances, host, stack or self.stack(), disk=disk)
+        costs = CostModel(self.models, load_bytes_per_second=self.load_bytes_per_second)
+        return Machine(self.models, self.instances, host, stack or self.stack(), costs, disk)
 
 
 class Entry(Word, frozen=True):

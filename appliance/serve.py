@@ -9,10 +9,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
@@ -25,13 +26,13 @@ from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.api.operator_socket import protocol_for
 from appliance.config.checks import warnings
 from appliance.config.groups import devices_of, instances_of, plan_instances
-from appliance.config.schema import Config
+from appliance.config.schema import Config, Devices
 from appliance.config.sizing import adapter_room, kv_floor_slabs, read_model, uncached
 from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
 from appliance.daemon.lifecycle import GRACE_SECONDS, Lifetime, Server
 from appliance.daemon.reload import LiveConfig, tls_pair
 from appliance.daemon.served_model import served_model
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, CeilingsError
 from appliance.gateway.acceptor import FrontEnds
 from appliance.gateway.guide_trials import GuideTrials
 from appliance.gateway.remote_images import RemoteImages
@@ -42,15 +43,24 @@ from appliance.http.cors import Cors
 from appliance.http.crowd import most_descriptors, raise_descriptor_limit
 from appliance.http.image_hosts import ImageHosts
 from appliance.journal import Journal, Setup
+from appliance.memory.ceilings.stored import (
+    REMEDY,
+    ceilings_path,
+    load_rate,
+    machine_identity,
+    own_ceilings,
+)
 from appliance.memory.weight_cache.image_file import image_name, prepare_folder
 from appliance.platform import logs
 from appliance.platform.admin_socket import AUTO, AdminSocketError, admin_path, open_socket
-from appliance.platform.cpus import deal_cpus_by, show_cpus
-from appliance.platform.gpus import show_gpus
+from appliance.platform.cpus import ALLOW_BINDING, deal_near, read_cpus, show_cpus
+from appliance.platform.gpus import GpusUnknown, driver_version, read_gpus, show_gpus
+from appliance.platform.numa import Nodes, by_node, read_nodes
 from appliance.platform.sandbox import missing
 from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
 from appliance.platform.tls import LiveTls
 from appliance.platform.wall_clock import WallClock, newest_change
+from appliance.scheduling.cost_model import FIRST_GUESS_LOAD_BYTES_PER_SECOND
 from appliance.service.front_frames import Handover
 from appliance.service.settings import Settings
 
@@ -91,8 +101,8 @@ async def _serve(config: Config, path: Path) -> int:
     allowed = sorted(os.sched_getaffinity(0))
     workers = sum([plan.ranks for plan in plan_instances(config.devices)])
     processes = front_end_count(config.api.processes, len(allowed))
-    if kept := kept_cpus(len(allowed), workers, processes):
-        os.sched_setaffinity(0, allowed[-kept:])  # front ends', too; workers set their own
+    kept = kept_cpus(len(allowed), workers, processes)
+    keep_to(allowed[-kept:])  # front ends, too; workers set their own
     pair = tls_pair(config, path)
     tls = None if pair is None else LiveTls(pair)
     settings = LiveConfig(daemon, config, path, tls)
@@ -145,6 +155,10 @@ def make_daemon(config: Config) -> Daemon:
             "models that are not in it are loaded from disk",
             ", ".join(left_out),
         )
+    nodes = read_nodes()
+    near = nodes_of_gpus(devices, nodes)
+    front_ends = front_end_count(config.api.processes, len(allowed))
+    cpus = share_cpus(allowed, ranks, front_ends, nodes, near)
     setup = Setup(
         models=tuple(model.spec for model in models),
         instances=len(instances),
@@ -152,6 +166,7 @@ def make_daemon(config: Config) -> Daemon:
         slab_bytes=int(devices.slab_bytes),
         kv_floor_slabs=kv_floor_slabs(config, entries),
         disk_bytes=devices.kv_spill_bytes,
+        load_bytes_per_second=expected_load_rate(config) or FIRST_GUESS_LOAD_BYTES_PER_SECOND,
         policy=config.policy.choice,
     )
     return Daemon(
@@ -159,13 +174,14 @@ def make_daemon(config: Config) -> Daemon:
         models,
         WorkerPlan(
             pool_slabs=devices.slabs,
-            cpus=share_cpus(allowed, ranks, front_end_count(config.api.processes, len(allowed))),
+            cpus=cpus,
             ranks=ranks,
             groups=[plan.group for plan in instances],
             devices=[show_gpus(plan.gpus) for plan in instances] if devices.cuda else (),
             runtime_slabs=devices.runtime_slabs,
             images=_prepared_images(config),
             encoded=devices.host_cache_codec != "none",
+            host_nodes=host_nodes(cpus, nodes, near),
         ),
         Limits(
             queue=config.api.max_queue,
@@ -176,6 +192,38 @@ def make_daemon(config: Config) -> Daemon:
         traces=_traces(config),
         kv_folder=Path(devices.kv_spill.directory) if devices.kv_spill_bytes else None,
     )
+
+
+def expected_load_rate(config: Config) -> float | None:
+    """Bytes a second at which weights load, by ceilings that hold on this machine; None if there
+    are none. What cannot be used is logged."""
+    devices = config.devices
+    path = ceilings_path(devices.ceilings)
+    if path is None:
+        return None
+    try:
+        stored = own_ceilings(path, machine_identity())
+        if stored is None:
+            return None
+        instances: list[list[str]] = []
+        driver = ""
+        if devices.cuda:
+            uuids = {facts.gpu.number: facts.uuid for facts in read_gpus()}
+            plans = plan_instances(devices)
+            instances = [[uuids.get(gpu, "") for gpu in plan.gpus] for plan in plans]
+            driver = driver_version()
+        rate = load_rate(stored, devices.slab_bytes, instances, driver)
+    except (CeilingsError, GpusUnknown) as error:
+        log.warning("switches are expected without measured ceilings: %s", error)
+        return None
+    if rate is None:
+        log.warning(
+            "switches are expected without measured ceilings: %s has none of these devices under "
+            "this driver; %s",
+            path,
+            REMEDY,
+        )
+    return rate
 
 
 def _journal(config: Config, setup: Setup) -> Journal | None:
@@ -426,15 +474,66 @@ def kept_cpus(cpus: int, workers: int, processes: int) -> int:
     return max(0, min(processes, cpus - workers))
 
 
-def share_cpus(allowed: Sequence[int], ranks: Sequence[int], processes: int = 1) -> list[str]:
+def keep_to(cpus: Sequence[int]) -> None:
+    """Have this process run on these processors. Raises `ApplianceError` where the system forbids
+    that: workers could not be bound to theirs, and engines would end with an error of vLLM's."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        raise ApplianceError(
+            f"processes cannot choose their processors ({error.strerror}); {ALLOW_BINDING}"
+        ) from None
+
+
+def share_cpus(
+    allowed: Sequence[int],
+    ranks: Sequence[int],
+    processes: int = 1,
+    nodes: Nodes = MappingProxyType({}),
+    gpu_nodes: Sequence[Collection[int]] = (),
+) -> list[str]:
     """The processors of each instance, in vLLM's notation.
 
     They are dealt out evenly; the daemon and its front ends (`processes`) have those that are kept
     for them. Instance i has `ranks[i]` worker processes. With fewer processors than these they are
-    shared.
+    shared. On a machine with several NUMA `nodes` an instance has processors of the nodes of its
+    GPUs, `gpu_nodes[i]`, and where these are not known, as few nodes as can be.
     """
     usable = allowed[: len(allowed) - kept_cpus(len(allowed), sum(ranks), processes)]
-    return [show_cpus(share) for share in deal_cpus_by(ranks, usable)]
+    places = gpu_nodes or [()] * len(ranks)
+    near = [frozenset[int]().union(*[nodes.get(one, ()) for one in place]) for place in places]
+    return [show_cpus(share) for share in deal_near(ranks, by_node(usable, nodes), near)]
+
+
+def nodes_of_gpus(devices: Devices, nodes: Nodes) -> list[frozenset[int]]:
+    """The NUMA nodes of each instance's GPUs, on a machine with several nodes; none of an instance
+    if that of one of its GPUs is not known. Empty without GPUs."""
+    if not devices.cuda or len(nodes) < 2:
+        return []
+    try:
+        known = {facts.gpu.number: facts.node for facts in read_gpus()}
+    except GpusUnknown as error:
+        log.warning("workers are not kept near their GPUs: %s", error)
+        return []
+    places = []
+    for plan in plan_instances(devices):
+        found = [known.get(gpu) for gpu in plan.gpus]
+        places.append(frozenset([node for node in found if node is not None and None not in found]))
+    return places
+
+
+def host_nodes(
+    cpus: Collection[str], nodes: Nodes, gpu_nodes: Sequence[Collection[int]] = ()
+) -> tuple[int, ...]:
+    """The NUMA nodes that the host tier is spread over, none on a machine with one: those of all
+    GPUs, or of the workers' processors if an instance's are not known."""
+    if len(nodes) < 2:
+        return ()
+    near = nodes.keys() & frozenset[int]().union(*gpu_nodes)
+    if near and all(gpu_nodes):
+        return tuple(sorted(near))
+    used = {cpu for share in cpus for cpu in read_cpus(share)}
+    return tuple([number for number, own in nodes.items() if used & own])
 
 
 def _prepared_images(config: Config) -> str:

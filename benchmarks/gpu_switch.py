@@ -23,7 +23,9 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance.memory.arena import Arena, Region
+from appliance.memory.ceilings.stopwatch import Stopwatch
 from appliance.memory.cuda.driver import call
+from appliance.memory.cuda.plain_copies import plain_copies
 from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
@@ -32,6 +34,8 @@ from benchmarks.provenance import made, write
 
 MIB: Final = 1 << 20
 RANDOM_BYTES: Final = 256 * MIB
+STOPWATCH: Final = Stopwatch(0.0, 1)
+"""Used with a number of rounds, not for a time."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +318,10 @@ def ceilings(rig: Rig) -> dict[str, Any]:
     half = size // 2
     chunks = [1, 2] if rig.smoke else [1, 4, 16, 64, 256]
     host, device = rig.host.address(0, size), region.address
+
+    def raw(work: list[list[tuple[int, int]]], nbytes: int) -> None:
+        plain_copies(rig.vmm.context, work, nbytes)
+
     rows = []
     for mib in chunks:
         step = mib * MIB
@@ -343,20 +351,9 @@ def ceilings(rig: Rig) -> dict[str, Any]:
     }
 
 
-def raw(work: list[list[tuple[int, int]]], nbytes: int) -> None:
-    """Plain asynchronous copies, a stream for every list."""
-    streams = [call("cuStreamCreate", 1) for _ in work]
-    for stream, places in zip(streams, work, strict=True):
-        for to, start in places:
-            call("cuMemcpyAsync", to, start, nbytes, stream)
-    for stream in streams:
-        call("cuStreamSynchronize", stream)
-        call("cuStreamDestroy", stream)
-
-
 def best(rig: Rig, work: Callable[[], None], nbytes: int) -> float:
     """Bytes per second of the fastest round, the first not counted."""
-    return nbytes / min(seconds(work) for _ in range(rig.rounds + 1))
+    return nbytes / STOPWATCH.fastest(work, rig.rounds)
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -367,15 +364,12 @@ def seconds(work: Callable[[], None]) -> float:
 
 def mapping_cost(rig: Rig, slabs: int) -> dict[str, float]:
     region = rig.region("mapping", slabs * rig.slab_bytes)
-    maps, unmaps = [], []
-    for _ in range(rig.rounds):
-        maps.append(seconds(lambda: region.map(range(slabs))))
-        unmaps.append(seconds(lambda: region.unmap(range(slabs))))
+    mapped, unmapped = STOPWATCH.mapping(region, slabs, rig.rounds)
     region.release()
     return {
         "bytes": slabs * rig.slab_bytes,
-        "map_seconds": statistics.median(maps),
-        "unmap_seconds": statistics.median(unmaps),
+        "map_seconds": mapped,
+        "unmap_seconds": unmapped,
     }
 
 

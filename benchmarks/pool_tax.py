@@ -219,7 +219,7 @@ def serve_plain(path: str, options: argparse.Namespace) -> None:
     from appliance.engines.vllm.environment import prepare_environment
 
     # What the only instance of a daemon gets.
-    prepare_environment(share_cpus(sorted(os.sched_getaffinity(0)), 1)[0])
+    prepare_environment(share_cpus(sorted(os.sched_getaffinity(0)), [1])[0])
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams, TokensPrompt

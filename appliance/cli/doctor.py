@@ -1,14 +1,15 @@
 """`appliance doctor`: checks what the appliance needs of a machine, and reports problems.
 
 Facts are read first (`SystemFacts`, `DaemonProbe`) and judged afterwards. Each check is one
-`Finding`; no check changes anything. Neither vLLM nor torch is imported: that takes seconds, and
-fails where one of them is the problem.
+`Finding`; no check changes anything, but `--ceilings` writes what it measures. Neither vLLM nor
+torch is imported: that takes seconds, and fails where one of them is the problem.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import mmap
+import os
 import platform
 import re
 import resource
@@ -23,8 +24,9 @@ import msgspec
 
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.checksums import SUMS, read_sums
+from appliance.cli.ceilings import measure_ceilings, show_ceilings
 from appliance.cli.findings import Finding, fail, ok, warn
-from appliance.cli.gpu_checks import EXTRAS, check_gpus, fitting_extra
+from appliance.cli.gpu_checks import EXTRAS, check_gpus, check_nodes, fitting_extra
 from appliance.config.checks import warnings
 from appliance.config.groups import plan_instances
 from appliance.config.loader import load_config
@@ -37,7 +39,9 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.kv_files import SUFFIX
 from appliance.memory.vmm_host import HostVmm
 from appliance.platform.admin_socket import UNIX, admin_path
+from appliance.platform.cpus import ALLOW_BINDING, binding_refusal
 from appliance.platform.gpus import GpusUnknown, driver_cuda_version
+from appliance.platform.numa import read_nodes
 from appliance.units import human
 
 SHMEM_HUGE: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -47,8 +51,9 @@ VERIFY_SECONDS: Final = 45.0
 """Longer than the daemon waits for its workers."""
 
 
-def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
-    """All checks for the configuration in `path`, as they are done.
+def examine(path: Path, *, verify: bool = False, ceilings: bool = False) -> Iterator[Finding]:
+    """All checks for the configuration in `path`, as they are done. With `ceilings` copies are
+    measured, which takes some ten seconds, and a file is written; else it is shown.
 
     With `verify`, checkpoints are compared with their checksums, and the weights on the devices of
     a running daemon with their master images: it reads all of them.
@@ -74,9 +79,22 @@ def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
     yield check_locking(config, machine)
     yield check_huge_pages(config, machine)
     yield check_shared_memory()
+    if refused := binding_refusal():
+        yield fail("processors", f"workers cannot be bound to theirs ({refused})", ALLOW_BINDING)
     if config.devices.cuda:
         numbers = [gpu for plan in plan_instances(config.devices) for gpu in plan.gpus]
         yield from check_gpus(numbers, daemon.processes)
+    elif len(nodes := read_nodes()) > 1:
+        yield check_nodes([], nodes, os.sched_getaffinity(0))
+    if ceilings:
+        yield from measure_ceilings(
+            config,
+            min(filter(None, (machine.available_bytes, machine.total_bytes)), default=0),
+            daemon.processes,
+            daemon.ready is not None,
+        )
+    else:
+        yield from show_ceilings(config)
     yield check_daemon(daemon)
     if verify:
         yield from verify_weights(daemon)

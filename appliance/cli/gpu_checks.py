@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Final, NamedTuple
 
@@ -16,6 +17,7 @@ from appliance.platform.gpus import (
     driver_version,
     read_gpus,
 )
+from appliance.platform.numa import Nodes, read_nodes, refusal
 from appliance.units import human
 
 EXTRAS: Final[Mapping[int, str]] = {13: "gpu", 12: "gpu-cuda12"}
@@ -79,7 +81,7 @@ def check_gpus(
         yield check_persistence(facts)
         yield check_users(facts, own_processes)
     if used:
-        yield check_nodes(used)
+        yield check_nodes(used, read_nodes(), os.sched_getaffinity(0))
 
 
 def check_cuda(driver: str, cuda: Version, packages: CudaPackages) -> Finding:
@@ -193,18 +195,40 @@ def check_users(facts: GpuFacts, own_processes: frozenset[int] | None) -> Findin
     return warn(what, f"{len(others)} not known as the daemon's: {listed}", remedy)
 
 
-def check_nodes(used: Sequence[GpuFacts]) -> Finding:
-    """Whether all GPUs hang on one NUMA node: the host cache lies on one if nothing spreads it."""
+def check_nodes(
+    used: Sequence[GpuFacts],
+    nodes: Nodes,
+    cpus: Collection[int],
+    refused: Callable[[int], str] = refusal,
+) -> Finding:
+    """Whether workers can run, and take memory, on the NUMA nodes of their GPUs, or on any if they
+    have none. `cpus` are the processors that this user may use; `refused` says why memory of a node
+    cannot be asked for."""
     what = "numa"
-    nodes = sorted({facts.node for facts in used if facts.node is not None})
     if len(nodes) < 2:
-        return ok(what, f"GPUs on node {nodes[0]}" if nodes else "one node")
-    return warn(
-        what,
-        f"GPUs on nodes {', '.join(map(str, nodes))}: copies from a host cache on one of them to "
-        "GPUs of another are slower",
-        "set NUMAPolicy=interleave and NUMAMask=all in the service's unit",
+        return ok(what, "one node")
+    places = sorted(
+        {facts.node for facts in used if facts.node is not None and facts.node in nodes}
     )
+    listed = f"node{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
+    found = f"GPUs on {listed} of {len(nodes)}" if places else f"{len(nodes)} nodes"
+    if why := refused(min(places or nodes)):
+        return warn(
+            what,
+            f"{found}, and memory of a node cannot be asked for ({why}): copies from memory of "
+            "other nodes are slower",
+            "allow mbind(2) and set_mempolicy(2), in a container with the capability SYS_NICE, or "
+            "set NUMAPolicy=interleave and NUMAMask=all in the service's unit",
+        )
+    far = [place for place in places if nodes[place].isdisjoint(cpus)]
+    if far:
+        return warn(
+            what,
+            f"{found}, and this user may use no processor of node {far[0]}",
+            "allow processors of every node that has GPUs: AllowedCPUs=, CPUAffinity=, or the "
+            "container's cpuset",
+        )
+    return ok(what, f"{found}: workers and their memory are near, the host cache is on all of them")
 
 
 def _version(name: str) -> str | None:

@@ -128,13 +128,18 @@ def ps(url: str, as_json: bool) -> None:
     help="Read everything: checkpoints against their checksums, the weights on the devices of a "
     "running daemon against those in host memory.",
 )  # fmt: skip
+@click.option(
+    "--ceilings", is_flag=True,
+    help="Measure what this machine can do at best (copies, mapping, page-locking, disks), in some "
+    "ten seconds, and store it: a daemon expects its switches by that. What is in use is left out.",
+)  # fmt: skip
 @json_option
-def doctor(path: Path, verify: bool, as_json: bool) -> None:
+def doctor(path: Path, verify: bool, ceilings: bool, as_json: bool) -> None:
     """Check what the appliance needs, one line each: ok, warn or fail, and what to do about it."""
     from appliance.cli.doctor import examine  # loads the memory's parts
 
     findings = []
-    for finding in examine(path, verify=verify):
+    for finding in examine(path, verify=verify, ceilings=ceilings):
         findings.append(finding)
         if not as_json:
             click.echo(str(finding))

@@ -161,6 +161,8 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     if spill := devices.kv_spill.directory:
         kv_spill = replace(devices.kv_spill, directory=str(base / spill))
         devices = replace(devices, kv_spill=kv_spill)
+    if devices.ceilings and devices.ceilings != AUTO:
+        devices = replace(devices, ceilings=str(base / devices.ceilings))
     if batches.directory:
         batches = replace(batches, directory=str(base / batches.directory))
     folder = config.catalog.folder

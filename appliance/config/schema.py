@@ -334,6 +334,15 @@ class Devices(Section, kw_only=True):
             "is short of room (docs/operations.md)."
         ),
     ] = KvSpillFolder()
+    ceilings: Annotated[
+        str,
+        Meta(
+            description="File for what `appliance doctor --ceilings` measures, relative to this "
+            "one; the daemon takes from it how long switches last until it has seen some. `auto` "
+            "is `ceilings.json` in `$STATE_DIRECTORY`, if systemd gives one, or in the state "
+            'directory of the packaged service or of the user; "" for none.'
+        ),
+    ] = AUTO
 
     @property
     def kv_spill_bytes(self) -> int:

@@ -110,7 +110,8 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     computes on, if that is not the CPU, `ranks[i]` its ranks, one each if there are none, and
     `groups[i]` its group, if there are any. Each rank has a pool of `pool_slabs`; a GPU has
     `runtime_slabs` besides its pool. Packed weights are kept in the folder `images`, if that is
-    one. Master images are `encoded`, or plain."""
+    one. Master images are `encoded`, or plain. The host tier is spread over the NUMA nodes
+    `host_nodes`, if there are any."""
 
     pool_slabs: int
     cpus: Sequence[str]
@@ -120,6 +121,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     runtime_slabs: int = 0
     images: str = ""
     encoded: bool = False
+    host_nodes: Sequence[int] = ()
 
     def configuration(
         self, number: InstanceId, setup: Setup, models: Sequence[ServedModel]
@@ -194,7 +196,7 @@ class Daemon:
             Hands(self._perform, self._decided, self._performed, self._broke),
         )
         self.machine = self._decisions.machine
-        self.host = HostTier.create(setup.host_bytes)
+        self.host = _host_tier(setup.host_bytes, plan.host_nodes)
         self._kv_disk: KvDisk | None = None
         if kv_folder is not None:
             self._kv_disk = KvDisk(KvFiles(kv_folder, self.host))
@@ -591,6 +593,19 @@ def _on_this_loop(act: Callable[..., object]) -> Callable[..., None]:
             loop.call_soon_threadsafe(act, *arguments)
 
     return call
+
+
+def _host_tier(nbytes: int, nodes: Sequence[int]) -> HostTier:
+    """Spread over these NUMA nodes, if there are any, before anything touches it. Raises `OSError`
+    if there is no memory for it; where the system does not let nodes be chosen, that is logged."""
+    tier = HostTier.create(nbytes)
+    if nodes:
+        try:
+            tier.spread(nodes)
+        except OSError as error:
+            shown = ", ".join(map(str, nodes))
+            log.warning("the host cache is not spread over NUMA nodes %s: %s", shown, error)
+    return tier
 
 
 def _nothing() -> None:

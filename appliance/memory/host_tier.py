@@ -9,10 +9,11 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from appliance.memory import mapping
+from appliance.platform import numa
 
 LOCK_BYTES: Final = 64 << 20
 """What `HostTier.lock` fills at one go: the grain of its progress, and what `close` waits for."""
@@ -69,6 +70,23 @@ class HostTier:
     def view(self, offset: int, nbytes: int) -> memoryview:
         """The bytes themselves, writable; not to be kept beyond `close`."""
         return mapping.view(self.address(offset, nbytes), nbytes)
+
+    def spread(
+        self, nodes: Sequence[int], place: Callable[[int, int, int], None] = numa.place_memory
+    ) -> None:
+        """Have pages come from these NUMA nodes, in turns, whichever thread of whichever process
+        touches them first; for a tier that nothing has touched. `place` does so for an address,
+        a size and a node. Raises `OSError`; then some parts may be placed, and all can be used.
+
+        In parts of several MiB: of single pages in turns, huge ones would all be of one node.
+        """
+        # A mapping of its own: each part becomes one, in the mapping that it is placed by.
+        address = mapping.map_file(self.fd, 0, self.nbytes)
+        try:
+            for start, nbytes, node in numa.stripes(self.nbytes, nodes):
+                place(address + start, nbytes, node)
+        finally:
+            mapping.release(address, self.nbytes)
 
     def lock(self, progress: Callable[[int], None] | None = None) -> bool:
         """Have all pages in memory, huge ones if the kernel has them, and lock them; `locked`.

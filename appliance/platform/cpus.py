@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final
 
 CPUINFO: Final = Path("/proc/cpuinfo")
+ALLOW_BINDING: Final = "allow sched_setaffinity(2), in a container by its seccomp profile"
 
 _PACKED_WITH: Final[dict[str, tuple[frozenset[str], ...]]] = {
     "float32": (frozenset(),),
@@ -47,6 +49,30 @@ def deal_cpus_by(parts: Sequence[int], cpus: Sequence[int]) -> list[list[int]]:
     ends = [*accumulate(parts, initial=0)]
     bounds = [end * len(cpus) // ends[-1] for end in ends]
     return [list(cpus[start:end]) or [cpus[start]] for start, end in pairwise(bounds)]
+
+
+def deal_near(
+    parts: Sequence[int], cpus: Sequence[int], near: Sequence[Collection[int]]
+) -> list[list[int]]:
+    """Deal processors out to members of so many `parts`: to each of those that it is `near` to, if
+    there are any, else of all. Members near the same processors share them, by their parts."""
+    groups: dict[frozenset[int], list[int]] = {}
+    for member, wanted in enumerate(near):
+        groups.setdefault(frozenset(cpus).intersection(wanted), []).append(member)
+    dealt: dict[int, list[int]] = {}
+    for wanted, members in groups.items():
+        of = [cpu for cpu in cpus if not wanted or cpu in wanted]
+        dealt |= zip(members, deal_cpus_by([parts[member] for member in members], of), strict=True)
+    return [dealt[member] for member in range(len(near))]
+
+
+def binding_refusal() -> str:
+    """Why this process cannot choose its processors; "" if it can. Changes nothing."""
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def packs(dtype: str, cpuinfo: Path = CPUINFO) -> bool:

@@ -44,6 +44,8 @@ class GpuFacts(NamedTuple):
     """Processes that compute on it."""
     node: int | None
     """NUMA node; None if the machine has one only."""
+    uuid: str = ""
+    """Which stays with the GPU in whatever slot it is."""
 
 
 def show_gpus(numbers: Sequence[int]) -> str:
@@ -92,9 +94,16 @@ def read_gpus(devices: Path = PCI_DEVICES) -> list[GpuFacts]:
                     persistent=None if persistent is None else bool(persistent),
                     users=tuple(int(process.pid) for process in running),
                     node=_node(devices, bus),
+                    uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
                 )
             )
     return found
+
+
+def read_link(number: int) -> Link | None:
+    """The PCIe link of a GPU as it is now. Raises `GpusUnknown`."""
+    with nvml_open() as nvml:
+        return _link(nvml, nvml.nvmlDeviceGetHandleByIndex(number), "Curr")
 
 
 def _link(nvml: Any, handle: Any, which: str) -> Link | None:

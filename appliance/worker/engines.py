@@ -12,6 +12,8 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.weight_cache.image_writer import ImageWriter
 from appliance.memory.weight_cache.images import ImageFolder
+from appliance.platform.cpus import read_cpus
+from appliance.platform.numa import stay_near
 from appliance.worker import frames
 from appliance.worker.rank_messages import Build, Seat
 
@@ -29,6 +31,7 @@ def engines(
 
     Of several ranks, each waits here for the others.
     """
+    stay_near(read_cpus(seat.cpus))
     if configuration.device != "cpu":
         return _engines_on_gpu(configuration, host, seat)
     from appliance.memory.vmm_host import HostVmm

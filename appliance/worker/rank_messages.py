@@ -16,6 +16,7 @@ from appliance import framing
 from appliance.engines.protocol import Engine, KvExhausted, Produced, SequenceSpec, Verdict
 from appliance.memory.arena import PoolExhausted
 from appliance.platform.cpus import deal_cpus, read_cpus, show_cpus
+from appliance.platform.numa import by_node, read_nodes
 from appliance.vocabulary import KvShape, ModelName, RequestId
 from appliance.worker import frames
 
@@ -45,7 +46,7 @@ def seats(configuration: frames.Configure, store: str) -> list[Seat]:
     """The seats of an instance, the leader's first. Its processors are divided among them."""
     if configuration.ranks == 1:
         return [Seat(0, 1, configuration.cpus)]
-    cpus = read_cpus(configuration.cpus)
+    cpus = by_node(read_cpus(configuration.cpus), read_nodes())
     crowded = len(cpus) < configuration.ranks
     return [
         Seat(rank, configuration.ranks, show_cpus(share), store, crowded)

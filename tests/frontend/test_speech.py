@@ -19,7 +19,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.outputs import LogprobsLists
 
 from appliance.engines.vllm.messages import decode_request, encode_output
-from appliance.frontend.sound.files import MAX_CHANNELS, MAX_SECONDS
+from appliance.frontend.sound.files import (
+    MAX_CHANNELS,
+    MAX_CHUNKS,
+    MAX_SECONDS,
+    BadSound,
+    checked_length,
+)
 from appliance.frontend.sound.forms import MAX_FIELD_BYTES
 from appliance.service.front_frames import Leave, Refused, Submit
 from appliance.vocabulary import FinishReason, Task
@@ -365,6 +371,21 @@ def with_field(file: bytes, at: int, value: int, size: int) -> bytes:
     return file[:at] + value.to_bytes(size, "little") + file[at + size :]
 
 
+def with_empty_chunks(count: int) -> bytes:
+    """A whole WAV that has these before all others."""
+    return SHORT[:12] + (b"junk" + bytes(4)) * count + SHORT[12:]
+
+
+async def test_a_wav_may_have_some_chunks_of_others() -> None:
+    """As many as are looked through, the head of the sound among them; a million is not looked
+    through, as each costs time."""
+    found = checked_length(with_empty_chunks(MAX_CHUNKS - 1))
+
+    assert found == checked_length(SHORT)
+    with pytest.raises(BadSound, match=r"more than 1000 chunks .*: send it without them"):
+        checked_length(with_empty_chunks(1_000_000))
+
+
 @pytest.mark.parametrize(
     ("file", "said"),
     [
@@ -377,6 +398,7 @@ def with_field(file: bytes, at: int, value: int, size: int) -> bytes:
         pytest.param(SHORT[:30], "damaged", id="half a head"),
         pytest.param(SHORT[:44], "cut off", id="head alone"),
         pytest.param(SHORT[:-100], "cut off", id="cut off"),
+        pytest.param(with_empty_chunks(MAX_CHUNKS + 1), "chunks before its sound", id="chunks"),
         pytest.param(b"RIFF" + bytes(4) + b"WAVE" + bytes(3000), "damaged", id="zeros"),
         pytest.param(b"\xff\xfb\x90\x00" + bytes(3000), "damaged", id="no mp3"),
         pytest.param(b"ID3" + bytes(3000), "damaged", id="tag alone"),

@@ -256,3 +256,25 @@ def test_a_journal_has_a_largest_size(tmp_path: Path) -> None:
     times = [entry.now for entry in entries]
     assert times == list(range(len(times)))
     assert 5 <= len(times) < 500
+
+
+def test_a_replay_expects_what_the_run_expected(tmp_path: Path) -> None:
+    """How fast weights were thought to load is in the journal; older ones have the first guess."""
+    setup = setup_of(["appliance"], {})
+    measured = msgspec.structs.replace(setup, load_bytes_per_second=2.0 * SLAB)
+    Journal(tmp_path / "run", measured).close()
+
+    again, _ = read(tmp_path / "run")
+    older = msgspec.json.decode(
+        msgspec.json.encode(
+            {
+                key: value
+                for key, value in msgspec.to_builtins(setup).items()
+                if key != "load_bytes_per_second"
+            }
+        ),
+        type=Setup,
+    )
+
+    assert again.machine().costs.switch_seconds("a") == 2.0
+    assert older.machine().costs.switch_seconds("a") == 4 * SLAB / 5e9

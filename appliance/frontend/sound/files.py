@@ -23,6 +23,8 @@ MAX_VALUES: Final = MAX_SECONDS * 48_000 * 2
 """Samples of all channels: an hour of a CD's kind. Each costs time, however small the file is."""
 FORMATS: Final = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 """As libsndfile calls them."""
+MAX_CHUNKS: Final = 1000
+"""Of a WAV before its sound; files of programs have some ten."""
 REMEDY: Final = "send a WAV, FLAC, MP3 or Ogg file"
 
 _PIECE: Final = 1 << 18
@@ -107,15 +109,21 @@ def _check_kind(file: bytes) -> None:
 
 def _check_whole(file: bytes) -> None:
     """Raise `BadSound` for a WAV that has less sound than it says: libsndfile reads what is there.
-    O(chunks), of which each has a head of eight bytes."""
+    Of chunks before the sound there may be `MAX_CHUNKS`: empty ones take eight bytes each."""
     at = 12
-    while at + 8 <= len(file):
+    for _ in range(MAX_CHUNKS + 1):
+        if at + 8 > len(file):
+            return
         size = int.from_bytes(file[at + 4 : at + 8], "little")
         if file[at : at + 4] == b"data":
             if at + 8 + size > len(file) and size < _UNKNOWN_BYTES:
                 raise BadSound("it is cut off: send the whole file")
             return
         at += 8 + size + size % 2
+    raise BadSound(
+        f"it has more than {MAX_CHUNKS} chunks before its sound: send it without them, as "
+        "`ffmpeg -i FILE -map_metadata -1 NEW.wav` writes it"
+    )
 
 
 def _check(kind: str, length: Length) -> None:

@@ -158,6 +158,8 @@ class Planner:
         why = ""
         for tp in TPS:
             changes = {"hardware.gpu": kind, "hardware.tp": f"{tp}", "hardware.count": f"{tp}"}
+            if kind != hardware.gpu and hardware.ceilings:
+                changes["hardware.ceilings"] = '""'
             if kind != hardware.gpu and hardware.pcie_gbps is not None:
                 changes["hardware.pcie_gbps"] = f"{gpu(kind).pcie_bytes_per_second / 1e9}"
             if kind != hardware.gpu and hardware.vram is not None:

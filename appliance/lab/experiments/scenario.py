@@ -18,11 +18,12 @@ import msgspec
 from msgspec import Meta
 
 from appliance.config.toml_lines import KeyPath, LineMap, dotted
-from appliance.errors import LabError
+from appliance.errors import CeilingsError, LabError
 from appliance.lab.experiments.run import Contender, Setting, System
 from appliance.lab.hardware import Box, GpuSpec, ModelProfile, gpu, profile
 from appliance.lab.noise import EXACT, Deviation
 from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
+from appliance.memory.ceilings.stored import read_ceilings
 from appliance.units import Bytes, Delay, Seconds
 from appliance.vocabulary import ModelName, ModelSpec, RequestClass, Slo
 
@@ -84,6 +85,9 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
     host_gbps: Positive | None = None
     """Of the hosts' memory, 10^9 bytes a second for the copies of all GPUs in both directions
     together; `HOST_GBPS` for every `HOST_GPUS` GPUs, or fewer, if it is not given."""
+    ceilings: str = ""
+    """A file of `appliance doctor --ceilings`, of any machine, for those of `pcie_gbps`,
+    `efficiency`, `disk_gbps` and `map_seconds_per_slab` that are not given."""
 
     def box(self) -> Box:
         """Raises `LabError` for what is not in the table."""
@@ -421,12 +425,40 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Scenario:
         raise LabError(f"{path}: {error}") from None
     for key, value in (changes or {}).items():
         _change(document, key, value)
+    _fill_from_ceilings(document, path.parent)
     try:
         return msgspec.convert(document, Scenario, dec_hook=_read_unit)
     except msgspec.ValidationError as error:
         reason, place = _where(str(error))
         line = LineMap(text).line(place)
         raise LabError(f"{path}:{line}: {dotted(place) or 'the file'}: {reason}") from None
+
+
+def _fill_from_ceilings(document: dict[str, Any], directory: Path) -> None:
+    """Give keys of ``[hardware]`` that are not there what was measured. Raises `LabError`."""
+    hardware = document.get("hardware")
+    name = hardware.get("ceilings") if isinstance(hardware, dict) else None
+    if not isinstance(hardware, dict) or not isinstance(name, str) or not name:
+        return
+    try:
+        found = read_ceilings(directory / name)
+    except CeilingsError as error:
+        raise LabError(f"hardware.ceilings: {error}") from None
+    if not found.gpus:
+        raise LabError(
+            f"hardware.ceilings: {name} has no GPU; measure on a machine that has one, with "
+            'devices.kind = "cuda"'
+        )
+    slowest = min((gpu.memory for gpu in found.gpus), key=lambda memory: memory.into_pool)
+    mapping = (slowest.map_slab_seconds + slowest.unmap_slab_seconds) / 2
+    measured: dict[str, Any] = {"map_seconds_per_slab": f"{mapping:.9f}s" if mapping else "0s"}
+    if "pcie_gbps" not in hardware:
+        # What copies reach, not what the link could do: all of it.
+        measured |= {"pcie_gbps": slowest.into_pool / 1e9, "efficiency": 1.0}
+    if found.disks:
+        measured["disk_gbps"] = min(disk.read for disk in found.disks) / 1e9
+    for key, value in measured.items():
+        hardware.setdefault(key, value)
 
 
 def _change(document: dict[str, Any], key: str, text: str) -> None:

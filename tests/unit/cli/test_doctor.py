@@ -109,8 +109,9 @@ def make_file(tmp_path: Path) -> Make:
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with room for everything and all packages, whatever the one that tests is."""
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
     monkeypatch.setattr(SystemFacts, "read", classmethod(lambda cls: ROOMY))
     monkeypatch.setattr(doctor, "installed", lambda: [Package("msgspec", "1", None)])
 
@@ -143,7 +144,7 @@ def test_a_healthy_machine(make_file: Make, fake_checkpoint: Make, server: Serve
 
     assert list(found) == [
         "python", "msgspec", "configuration", "checkpoint tiny", "host cache", "memory",
-        "page locking", "huge pages", "shared memory", "daemon",
+        "page locking", "huge pages", "shared memory", "ceilings", "daemon",
     ]  # fmt: skip
     assert {f.level for what, f in found.items() if what != "huge pages"} == {Level.OK}
     assert all(bool(f.remedy) == (f.level is not Level.OK) for f in found.values())

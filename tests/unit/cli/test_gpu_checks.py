@@ -230,14 +230,43 @@ def test_other_programs_on_a_gpu_are_reported(
     assert ("8" in found.finding) == (level is Level.WARN)
 
 
-def test_persistence_and_nodes() -> None:
-    """What makes starts and copies slower is a warning with its remedy."""
+NODES = {0: frozenset({0, 2}), 1: frozenset({1, 3})}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "cpus", "why", "level", "words"),
+    [
+        ([GPU], {0: frozenset({0})}, {0}, "", Level.OK, "one node"),
+        ([GPU], {}, {0}, "", Level.OK, "one node"),
+        ([GPU, GPU], NODES, {0, 1}, "", Level.OK, "GPUs on node 0 of 2: workers"),
+        ([GPU, GPU._replace(node=1)], NODES, {0, 1}, "", Level.OK, "GPUs on nodes 0, 1 of 2"),
+        ([GPU._replace(node=None)], NODES, {0}, "", Level.OK, "2 nodes: workers"),
+        ([], NODES, {0}, "", Level.OK, "2 nodes: workers"),
+        ([GPU._replace(node=1)], NODES, {0, 2}, "", Level.WARN, "no processor of node 1"),
+        ([GPU], NODES, {0, 1}, "not permitted", Level.WARN, "cannot be asked for (not permitted)"),
+    ],
+)
+def test_what_keeps_workers_from_their_gpus_is_reported(
+    gpus: list[GpuFacts],
+    nodes: dict[int, frozenset[int]],
+    cpus: set[int],
+    why: str,
+    level: Level,
+    words: str,
+) -> None:
+    """Processors that are not allowed, or calls that are not; on one node there is nothing."""
+    found = check_nodes(gpus, nodes, cpus, lambda node: why)
+
+    assert found.level is level
+    assert words in found.finding
+    assert ("SYS_NICE" in found.remedy) == bool(why)
+
+
+def test_persistence() -> None:
+    """What makes starts slower is a warning with its remedy."""
     assert check_persistence(GPU).level is Level.OK
     assert check_persistence(GPU._replace(persistent=None)).level is Level.OK
     assert "nvidia-smi -pm 1" in check_persistence(GPU._replace(persistent=False)).remedy
-    assert check_nodes([GPU, GPU]).finding == "GPUs on node 0"
-    assert check_nodes([GPU._replace(node=None)]).level is Level.OK
-    assert "NUMAPolicy=interleave" in check_nodes([GPU, GPU._replace(node=1)]).remedy
 
 
 def test_only_the_gpus_of_instances_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

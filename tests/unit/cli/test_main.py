@@ -330,17 +330,17 @@ def test_doctor_prints_what_it_finds(
     monkeypatch: pytest.MonkeyPatch, level: str, status: int
 ) -> None:
     """One line for each check, or JSON; a failure is exit status 1."""
-    asked: list[tuple[Path, bool]] = []
+    asked: list[tuple[Path, bool, bool]] = []
 
-    def examine(path: Path, *, verify: bool) -> Iterator[Finding]:
-        asked.append((path, verify))
+    def examine(path: Path, *, verify: bool, ceilings: bool) -> Iterator[Finding]:
+        asked.append((path, verify, ceilings))
         yield Finding(Level.OK, "python", "3.11")
         yield Finding(Level(level), "memory", "8GiB", "buy some")
         yield Finding(Level.OK, "daemon", "ready")
 
     monkeypatch.setattr("appliance.cli.doctor.examine", examine)
 
-    plain = call("doctor", "--config", "my.toml")
+    plain = call("doctor", "--config", "my.toml", "--ceilings")
     as_json = call("doctor", "--config", "my.toml", "--verify", "--json")
 
     assert (plain.exit_code, as_json.exit_code) == (status, status)
@@ -354,7 +354,7 @@ def test_doctor_prints_what_it_finds(
         [level, "memory", "8GiB", "buy some"],
         ["ok", "daemon", "ready", ""],
     ]
-    assert asked == [(Path("my.toml"), False), (Path("my.toml"), True)]
+    assert asked == [(Path("my.toml"), False, True), (Path("my.toml"), True, False)]
     assert call("doctor", "--what").exit_code == 2
 
 

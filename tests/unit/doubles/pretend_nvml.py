@@ -134,6 +134,9 @@ class PretendNvml(ModuleType):
     def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(busId=f"00000000:3{'BCDEF'[handle]}:00.0".encode())
 
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}"
+
     def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:  # noqa: N802
         return [9, 0]
 

@@ -24,8 +24,16 @@ from appliance.lab.experiments.scenario import (
     SloTargets,
     SystemTable,
 )
-from appliance.lab.hardware import profile
+from appliance.lab.hardware import EFFICIENCY, profile
 from appliance.lab.noise import EXACT, Deviation
+from appliance.memory.ceilings.stored import (
+    Ceilings,
+    ChunkRates,
+    DiskCeilings,
+    GpuCeilings,
+    MemoryCeilings,
+    write_ceilings,
+)
 from appliance.vocabulary import RequestClass, Slo
 
 ROOT = Path(__file__).parents[3]
@@ -156,6 +164,48 @@ def test_what_is_not_computing_has_a_cost(tmp_path: Path) -> None:
         (slow.mixed_step_seconds(8, 400, [(9, 0)]), plain.mixed_step_seconds(8, 400, [(9, 0)])),
     ]:
         assert seconds == pytest.approx(own + 0.002)
+
+
+def test_hardware_may_be_what_was_measured(tmp_path: Path) -> None:
+    """A file of `appliance doctor --ceilings` has the slowest GPU and disk; what is given counts
+    before it, and the link's efficiency is in what was measured."""
+    path = written(tmp_path)
+    slow = MemoryCeilings(
+        copied_bytes=1,
+        chunks=(ChunkRates(chunk_bytes=1, into_pool=12e9, out_of_pool=11e9),),
+        within_pool=1e12,
+        slab_bytes=2 << 20,
+        map_slab_seconds=12e-6,
+        unmap_slab_seconds=8e-6,
+    )
+    fast = msgspec.structs.replace(
+        slow, chunks=(ChunkRates(chunk_bytes=1, into_pool=50e9, out_of_pool=50e9),)
+    )
+    gpus = tuple(
+        GpuCeilings(uuid=f"{n}", name="", driver="", at=0.0, version="", memory=memory)
+        for n, memory in enumerate((fast, slow))
+    )
+    disks = tuple(
+        DiskCeilings(folder=f"/{n}", at=0.0, version="", read=n * 1e9, read_bytes=1) for n in (3, 2)
+    )
+    file = tmp_path / "ceilings.json"
+    write_ceilings(file, Ceilings(machine="any", gpus=gpus, disks=disks))
+    use = {"hardware.ceilings": '"ceilings.json"'}
+
+    box = scenario.read(path, use).hardware.box()
+
+    assert box.gpu.link_bytes_per_second == 12e9
+    assert box.gpu.disk_bytes_per_second == 2e9
+    assert box.gpu.map_seconds_per_slab == pytest.approx(10e-6)
+    given = scenario.read(path, {**use, "hardware.pcie_gbps": "32", "hardware.disk_gbps": "9"})
+    assert given.hardware.box().gpu.link_bytes_per_second == 32e9 * EFFICIENCY
+    assert given.hardware.box().gpu.disk_bytes_per_second == 9e9
+    write_ceilings(file, Ceilings(machine="any"))
+    with pytest.raises(LabError, match=r"hardware.ceilings: ceilings.json has no GPU; measure"):
+        scenario.read(path, use)
+    file.unlink()
+    with pytest.raises(LabError, match=r"hardware.ceilings: there is no file"):
+        scenario.read(path, use)
 
 
 def test_a_policy_is_a_table_or_an_installed_one(tmp_path: Path) -> None:

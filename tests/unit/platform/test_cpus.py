@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
 from pathlib import Path
 
 import pytest
 
-from appliance.platform.cpus import deal_cpus, packs, read_cpus, show_cpus
-from appliance.serve import front_end_count, kept_cpus, share_cpus
+from appliance.errors import ApplianceError
+from appliance.platform.cpus import binding_refusal, deal_cpus, packs, read_cpus, show_cpus
+from appliance.serve import front_end_count, keep_to, kept_cpus, share_cpus
 from appliance.worker import frames
 from appliance.worker.rank_messages import Seat, seats
 
@@ -46,6 +49,23 @@ def test_the_daemon_takes_what_ranks_leave(
     """One processor is the daemon's only if every rank has one of its own. An instance of two ranks
     has twice as many as one of one."""
     assert share_cpus(allowed, ranks) == shares
+
+
+def test_a_system_that_forbids_binding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon refuses to start, as its workers could not be bound; the doctor can say why."""
+    own = sorted(os.sched_getaffinity(0))
+    keep_to(own)
+    assert binding_refusal() == ""
+    assert sorted(os.sched_getaffinity(0)) == own
+
+    def forbid(process: int, cpus: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbid)
+
+    assert binding_refusal() == "Operation not permitted"
+    with pytest.raises(ApplianceError, match=r"\(Operation not permitted\); allow sched_set"):
+        keep_to(own)
 
 
 def test_front_ends_have_processors() -> None:

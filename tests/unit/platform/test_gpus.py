@@ -88,6 +88,7 @@ def test_gpus_are_read_as_they_are_set_up(monkeypatch: pytest.MonkeyPatch, tmp_p
         persistent=True,
         users=(),
         node=1,
+        uuid="GPU-0",
     )
     assert (second.users, second.node) == ((42,), None)
     nvml.lacking |= {"link", "persistence", "users"}

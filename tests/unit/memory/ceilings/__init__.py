@@ -1,0 +1,1 @@
+"""Tests of what measures a machine, and of the file that it goes to."""
