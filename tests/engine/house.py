@@ -143,6 +143,15 @@ class House:
         assert self._next <= self.host.nbytes, "the test's host tier is too small"
         return tuple(reversed(range(first, self._next, nbytes)))
 
+    def overwrite_free_memory(self) -> None:
+        """Nothing is in the pool, and it has other bytes than were there: NaN in any type."""
+        from appliance.engines.vllm.weights.tensors import bytes_at
+
+        region = self.arena.reserve("overwritten", self.arena.slabs)
+        region.map(range(region.slots))
+        bytes_at(region.address, region.slots * self.arena.slab_bytes).fill_(0xFF)
+        region.release()
+
     def swap_places(self, engine: Any, tokens: int) -> tuple[int, ...]:
         return self.places(engine.kv.blocks(tokens), engine.kv.block_bytes)
 

@@ -202,9 +202,7 @@ def test_outcomes_equal_plain_vllm(
     prompts = prompts_of(name)
     found: list[list[float]] = []
     for prompt in prompts:
-        dirt = house.arena.reserve("dirt", house.arena.slabs)
-        dirt.map(range(dirt.slots))
-        dirt.release()
+        house.overwrite_free_memory()
         engine.begin_load()
         engine.add(asked(name, "r", prompt))
         found.append(vector(engine.prefill("r", 0)))

@@ -74,12 +74,7 @@ def test_what_memory_held_before_does_not_matter(
     house: House, plain_vllm: Baseline, model: str
 ) -> None:
     """Attention reads blocks to their end: bytes of others there must not reach an output."""
-    from appliance.engines.vllm.weights.tensors import bytes_at
-
-    dirt = house.arena.reserve("dirt", house.arena.slabs)
-    dirt.map(range(dirt.slots))
-    bytes_at(dirt.address, dirt.slots * house.arena.slab_bytes).fill_(0xFF)  # NaN in any type
-    dirt.release()
+    house.overwrite_free_memory()
     sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
     engine = house.engines[model]
     engine.begin_load().wait()

@@ -270,9 +270,7 @@ def test_vectors_are_those_of_plain_vllm(
             np.testing.assert_allclose(pool(engine, prompt), wanted, rtol=1e-4, atol=1e-5)
         assert engine.trim(0).slabs == 0
         engine.evict_weights()
-        dirt = pooled.arena.reserve("dirt", pooled.arena.slabs)
-        dirt.map(range(dirt.slots))
-        dirt.release()
+        pooled.overwrite_free_memory()
         other.begin_load().wait()
         other.add(sequence("llama-mha", "o", prompts(name)[2], Sampling(max_tokens=1)))
         assert other.prefill("o", PLENTY)[0].token >= 0
