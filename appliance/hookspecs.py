@@ -47,7 +47,9 @@ class PolicySpec:
     @hookspec(firstresult=True)
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement] | None:
         """At start, when an instance comes or goes, and every second while there is work: what each
-        instance is for, in order. Every model has to be placed somewhere."""
+        instance is for, in order. Every model has to be placed somewhere. It is
+        taken off instances that cannot serve it (`ModelView.instances`), without a fault; if it is
+        on none then, its requests go to any that can."""
 
     @hookspec(firstresult=True)
     def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet | None:

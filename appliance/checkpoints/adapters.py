@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from appliance.checkpoints.model_config import ModelConfig
+from appliance.checkpoints.model_config import ONE_RANK, ModelConfig
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.safetensors import (
     TensorEntry,
@@ -230,7 +230,7 @@ def check_base(config: ModelConfig, *, task: Task, ranks: int, cuda: bool) -> No
     elif task is not Task.GENERATE:
         why = "adapters are served for models that generate text, not for those that pool"
     elif ranks > 1:
-        why = "adapters are not served by several ranks yet; take devices.tensor_parallel = 1"
+        why = f"adapters are not served by several ranks yet; {ONE_RANK}"
     elif cuda:
         why = "adapters are served on the CPU only by this version"
     else:

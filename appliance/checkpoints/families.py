@@ -19,7 +19,7 @@ from appliance.checkpoints.architectures.required_keys import what_lacks
 from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS, why_not_served
 from appliance.checkpoints.architectures.unequal_layers import TWO_SIZES, UNEQUAL
 from appliance.checkpoints.language_models import MEDIA, served_architecture
-from appliance.checkpoints.model_config import ANOTHER, ModelConfig, known_models
+from appliance.checkpoints.model_config import ANOTHER, ONE_RANK, ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
@@ -182,10 +182,10 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
         raise UnsupportedModel(
             f"{config.path}: layers of {name} differ in the KV that they keep, which was not tried "
             "on several ranks",
-            "take devices.tensor_parallel = 1",
+            ONE_RANK,
         )
     if wrong := why_not_served(config, ranks=ranks):
-        raise UnsupportedModel(f"{config.path}: {wrong}", "take devices.tensor_parallel = 1")
+        raise UnsupportedModel(f"{config.path}: {wrong}", ONE_RANK)
     _check_cpu_kernels(config, name)
     if not config.get("linear_key_head_dim"):
         return
@@ -214,7 +214,7 @@ def _check_cpu_weights(config: ModelConfig, dtype: str, ranks: int) -> None:
     if found is not None and ranks > 1:
         raise UnsupportedModel(
             f"{config.path}: quantized weights ({method}) are not served by several ranks yet",
-            "take devices.tensor_parallel = 1",
+            ONE_RANK,
         )
 
 

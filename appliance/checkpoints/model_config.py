@@ -26,6 +26,7 @@ MOST: Final = 1 << 40
 """No number that a model is made of is as large."""
 MOST_LAYERS: Final = 1 << 12
 """No model has as many layers."""
+ONE_RANK: Final = "take tensor_parallel = 1, in [devices] or in the groups of the model"
 ANOTHER: Final = "take a model of another family: docs/models.md lists those that are served"
 """The remedy where nothing about a checkpoint could be changed."""
 

@@ -21,8 +21,8 @@ def instance() -> None:
 @url_option
 @json_option
 def quarantine(number: int, reason: str | None, url: str, as_json: bool) -> None:
-    """End the worker of instance NUMBER; others go on with its requests. If there are no others,
-    the requests are refused."""
+    """End the worker of instance NUMBER; others that can serve their models go on with its
+    requests. If there are no such others, the requests are refused."""
     body = {} if reason is None else {"reason": reason}
     found = call("POST", url, f"/api/instances/{number}/quarantine", body)
     _show(found, as_json, f"instance {number} is quarantined: {found['quarantine']}")

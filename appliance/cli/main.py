@@ -118,7 +118,12 @@ def ps(url: str, as_json: bool) -> None:
         ]
         for row in status["instances"]
     ]  # fmt: skip
-    print_table(["INSTANCE", "ROLE", "STATE", "PID", "RUNS", "USED", "POOL"], instances)
+    columns = ["INSTANCE", "ROLE", "STATE", "PID", "RUNS", "USED", "POOL"]
+    if any(row.get("group") for row in status["instances"]):
+        columns += ["GROUP", "RANKS"]
+        for cells, row in zip(instances, status["instances"], strict=True):
+            cells += [row["group"], row["ranks"]]
+    print_table(columns, instances)
 
 
 @cli.command()

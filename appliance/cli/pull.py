@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import click
@@ -59,6 +60,10 @@ from appliance.units import human
     help="What it is computed in; by default the stored type, bfloat16 for float32.",
 )  # fmt: skip
 @click.option("--tool-parser", help="vLLM's parser of its tool calls, such as hermes.")
+@click.option(
+    "--group", "groups", multiple=True, metavar="NAME",
+    help="A group of instances that may serve it; repeat it for others. By default all.",
+)  # fmt: skip
 @url_option
 def pull(
     source: str,
@@ -71,6 +76,7 @@ def pull(
     max_context: int | None,
     dtype: str | None,
     tool_parser: str | None,
+    groups: tuple[str, ...],
     url: str,
 ) -> None:
     """Fetch a model, or a LoRA adapter, from SOURCE: a directory, an archive (.tar, .tar.gz, .tgz,
@@ -83,15 +89,19 @@ def pull(
         configured = get(url, "/api/config")["config"]["catalog"]["folder"]
         folder = Path(configured) if configured else None
     terms = {"max_context": max_context, "dtype": dtype, "tool_parser": tool_parser}
-    chosen = {key: value for key, value in terms.items() if value is not None}
+    chosen: dict[str, Any] = {key: value for key, value in terms.items() if value is not None}
+    if groups:
+        chosen["groups"] = list(groups)
     if base is not None:
         if chosen:
-            fail(f"--{next(iter(chosen)).replace('_', '-')} is the model's, not an adapter's", 2)
+            option = next(iter(chosen)).replace("groups", "group").replace("_", "-")
+            fail(f"--{option} is the model's, not an adapter's", 2)
         _pull_adapter(source, name, base, folder, url, link=link, as_json=as_json, no_add=no_add)
         return
     with _failing(source):
         if not no_add:
             _check_free(url, name or find_source(source).name)
+            _check_groups(url, groups)
         with _telling(as_json) as tell:
             pulled = fetch(source, folder, name, link=link, tell=tell)
     if not no_add:
@@ -123,6 +133,22 @@ def _pull_adapter(
     if not no_add:
         call("POST", url, f"/api/models/{quote(base)}/adapters", {"name": own, "path": str(path)})
     _report(full_name(base, own), path, as_json=as_json, added=not no_add)
+
+
+def _check_groups(url: str, chosen: tuple[str, ...]) -> None:
+    """Ends the command if the daemon would refuse the model for its groups."""
+    found = get(url, "/api/config")["config"]["devices"].get("group", [])
+    ranks = {group["name"]: group.get("tensor_parallel", 1) for group in found}
+    for name in chosen:
+        if name not in ranks:
+            known = ", ".join(ranks) or "none"
+            fail(f"there is no group {name!r}; groups of the daemon: {known}")
+    numbers = sorted({ranks[name] for name in chosen or ranks})
+    if len(numbers) > 1:
+        fail(
+            f"groups of {' and '.join(map(str, numbers))} ranks divide its weights differently: "
+            "name groups of one number of ranks with --group"
+        )
 
 
 @contextmanager

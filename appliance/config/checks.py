@@ -168,7 +168,7 @@ def _check_codec(config: Config, report: ProblemReport) -> None:
         (
             any(plan.ranks > 1 for plan in plan_instances(devices)),
             "ranks share the slabs of an image, and would need different numbers of them",
-            "devices.tensor_parallel = 1",
+            "tensor_parallel = 1 in [devices], or in every group",
         ),
         (
             any(model.max_loras for model in config.models),
@@ -395,7 +395,7 @@ def _check_heads(config: Config, entries: list[CatalogEntry | None], report: Pro
             ("model", index),
             f"{entry.name} has {entry.heads} attention heads and {entry.kv_heads} for keys and "
             f"values, which {ranks} ranks cannot divide among them",
-            "set devices.tensor_parallel to a divisor of both, or groups to one of such",
+            "set tensor_parallel, in [devices] or in the model's groups, to a divisor of both",
         )
 
 

@@ -6,7 +6,7 @@ the host as so many ranks need them, so all groups that serve it have the same n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -74,6 +74,17 @@ def _groups_of(model: Model, devices: Devices) -> list[DeviceGroup]:
     return [one for one in devices.groups if not model.groups or one.name in model.groups]
 
 
+def differing_ranks(devices: Devices) -> str:
+    """What the numbers of ranks are if groups have different ones, as "1 and 2"; "" if not. A model
+    has to name its groups then."""
+    return _numbers(devices.groups)
+
+
+def _numbers(groups: Iterable[DeviceGroup]) -> str:
+    ranks = sorted({group.tensor_parallel for group in groups})
+    return " and ".join(map(str, ranks)) if len(ranks) > 1 else ""
+
+
 def check_groups(config: Config, report: ProblemReport) -> None:
     """Report groups that cannot be made, and models that they cannot serve."""
     devices = config.devices
@@ -81,7 +92,7 @@ def check_groups(config: Config, report: ProblemReport) -> None:
         for key, value in (
             ("instances", devices.instances), ("tensor_parallel", devices.tensor_parallel)
         ):  # fmt: skip
-            if value != 1:
+            if value != 1:  # what is left out is 1, and looks the same
                 report.add(("devices", key), "each group says so for itself", "leave it out")
     seen: set[str] = set()
     taken: set[int] = set()
@@ -131,14 +142,13 @@ def _check_model(index: int, model: Model, devices: Devices, report: ProblemRepo
         if name not in known:
             report.add(at, f"there is no group {name!r}", nearest(name, known))
             return
-    ranks = {group.tensor_parallel for group in _groups_of(model, devices)}
-    if len(ranks) > 1:
-        numbers = " and ".join(map(str, sorted(ranks)))
+    if numbers := _numbers(_groups_of(model, devices)):
         report.add(
             at,
-            f"the groups that may serve {model.name} have {numbers} ranks, which need its weights "
-            "and its KV otherwise",
-            "name groups of one number of ranks; list the model twice to have it in both",
+            f"{model.name} is on groups of {numbers} ranks, which divide its weights and its KV "
+            "differently",
+            "name groups of one number of ranks; to have it in others too, add a second [[model]] "
+            "with another name and the same path",
         )
 
 

@@ -266,4 +266,4 @@ def _used_gpus(devices: Devices, gpus: Sequence[Gpu], report: ProblemReport) -> 
             f"use {len(gpus)} or fewer: each rank has one to itself",
         )
         return gpus
-    return [there[number] for number in wanted]
+    return [there[number] for number in wanted] or gpus  # none: reported with its group

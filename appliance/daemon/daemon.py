@@ -241,9 +241,7 @@ class Daemon:
         self._verifications = WeightVerification(self._links.send, self._images)
         self._guides = GuideChecks(self._links.send)
         self._slab_questions = SlabQuestions(self._links.send)
-        self._quarantine = Quarantine(
-            machine.instances, self.workers, plan.devices, feed, handle, clock
-        )
+        self._quarantine = Quarantine(machine, self.workers, plan.devices, feed, handle, clock)
         self._gpus = plan.gpus()
         self._instance_activities = InstanceActivities(
             machine,

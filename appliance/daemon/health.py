@@ -24,7 +24,8 @@ def readiness(
 ) -> Readiness:
     """Ready is a daemon with an instance that is up (`no_start` says why none could be started)
     and a front end that is ready (`no_front_end` says why there is none), while every request got a
-    token, or came, in the last `progress_seconds`."""
+    token, or came, in the last `progress_seconds`. Degraded is one with an instance in quarantine,
+    or a model without an instance that is up."""
     instances = machine.instances.values()
     quarantined = [instance.id for instance in instances if instance.quarantine is not None]
     reasons = []
@@ -42,6 +43,13 @@ def readiness(
     if oldest is not None and now - oldest > progress_seconds:
         reasons.append(f"a request made no progress for {now - oldest:.0f} s")
     degraded = [f"instance {number} is quarantined" for number in quarantined]
+    up = [instance.id for instance in instances if instance.up]
+    if up:  # else it is the reason, and of all models
+        degraded += [
+            f"no instance that can serve {spec.name} is up"
+            for spec in machine.models.values()
+            if not any(map(spec.fits, up))
+        ]
     return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
 
 

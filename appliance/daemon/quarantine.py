@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from appliance.platform.gpus import read_gpu_numbers
+from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import InstanceState
 from appliance.service.event_log import EventLog, NoticeKind
 from appliance.service.interface import InstanceNotFound
 from appliance.vocabulary import Event, InstanceId, InstanceQuarantined, InstanceReleased
 
 MOST_STILLBORN: Final = 5
-"""A worker that dies so often in a row before it is up, while another instance serves, is not
+"""A worker that dies so often in a row before it is up, while others serve all its models, is not
 started again; if that takes so long at least: what passes by itself is waited for."""
 STILLBORN_SECONDS: Final = 60.0
 """From the first of these deaths to the last."""
@@ -40,7 +41,7 @@ class Quarantine:
 
     def __init__(
         self,
-        instances: Mapping[InstanceId, InstanceState],
+        machine: Machine,
         keepers: Mapping[InstanceId, Keeper],
         devices: Sequence[str],
         feed: EventLog,
@@ -49,7 +50,7 @@ class Quarantine:
     ) -> None:
         """`devices[i]` is what instance i computes on: `cuda:0` is the first GPU. `tell` is for the
         machine."""
-        self._instances = instances
+        self._machine = machine
         self._keepers = keepers
         self._devices = devices
         self._feed = feed
@@ -84,17 +85,24 @@ class Quarantine:
 
     def stillborn(self, number: InstanceId, deaths: int) -> None:
         """A worker died before it was up, so often in a row. If no other instance serves, the
-        cause may affect all instances, and the worker is started again."""
+        cause may affect all instances, and the worker is started again; so it is if it has a model
+        that no other instance serves, as that would be refused from then on."""
         now = self._clock()
         if deaths == 1:
             self._stillborn_since[number] = now
         lasting = now - self._stillborn_since.get(number, now) >= STILLBORN_SECONDS
-        others = any(one.serves for other, one in self._instances.items() if other != number)
-        if deaths >= MOST_STILLBORN and lasting and others:
+        if deaths >= MOST_STILLBORN and lasting and self._is_spare(number):
             self.impose(number, f"its worker died {deaths} times in a row before it was up")
 
+    def _is_spare(self, number: InstanceId) -> bool:
+        """Whether others serve, and all models that this one can have."""
+        serving = [one.id for one in self._machine.instances.values() if one.serves]
+        others = [other for other in serving if other != number]
+        mine = [spec for spec in self._machine.models.values() if spec.fits(number)]
+        return bool(others) and all(any(map(spec.fits, others)) for spec in mine)
+
     def _find(self, number: InstanceId) -> InstanceState:
-        instance = self._instances.get(number)
+        instance = self._machine.instances.get(number)
         if instance is None:
             raise InstanceNotFound(number)
         return instance

@@ -33,7 +33,7 @@ from appliance.config.diff import (
     exchanging_models,
     joining_models,
 )
-from appliance.config.groups import instances_of
+from appliance.config.groups import differing_ranks, instances_of
 from appliance.config.layers import read_layers
 from appliance.config.loader import load_config
 from appliance.config.schema import Adapter, Config, Model
@@ -272,6 +272,12 @@ class LiveConfig:
         wanted = name or find_source(source).name
         if any(model.name == wanted for model in self._running.models):
             raise ModelExists(wanted)
+        if numbers := differing_ranks(self._running.devices):  # before it costs a download
+            raise NotSaved(
+                f"groups of {numbers} ranks divide a model's weights differently, and a pull "
+                "cannot name groups: use `appliance pull --group NAME`, or add the model with "
+                "POST /api/models and its groups"
+            )
         if folder is not None:
             self._check_stays(wanted, folder / folder_name(wanted))
         try:

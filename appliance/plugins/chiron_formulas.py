@@ -250,8 +250,13 @@ def request_groups(queued: Sequence[Queued], similarity: float) -> list[list[int
         else:
             clusters.append([number])
     for cluster in clusters:
-        cluster.sort(key=lambda n: (queued[n].arrived, n))
-    return sorted(clusters, key=lambda c: (min([queued[n].deadline for n in c]), c))
+        cluster.sort(key=lambda n: (queued[n].arrived, queued[n].ttft_seconds, n))
+    return sorted(clusters, key=lambda cluster: _urgency([queued[n] for n in cluster]))
+
+
+def _urgency(group: Sequence[Queued]) -> tuple[float, float]:
+    """By values alone, as no two groups have a TTFT in common."""
+    return min([one.deadline for one in group]), group[0].ttft_seconds
 
 
 def waiting_seconds(mean: float, variance: float, throughput: float, quantile: float) -> float:

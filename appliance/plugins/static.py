@@ -81,8 +81,9 @@ def partition(
     kv_share: float,
     rates: Mapping[ModelName, float],
 ) -> Partition:
-    """Greedy: the busiest model first (the largest of equals), each where the least rate is among
-    the instances that can serve it and that it fits; what fits nowhere is dealt out in turn.
+    """Greedy: first the models that the fewest instances can serve, of these the busiest first (the
+    largest of equals), each where the least rate is among the instances that can serve it and that
+    it fits; what fits nowhere is dealt out in turn.
 
     A model fits if its weights and `kv_share` of the instance's memory are left. With this a GPU of
     80 GB takes two models of 14B in FP16, as MuxServe's optimizer does (Aegaeon §7.2).
@@ -92,8 +93,12 @@ def partition(
     used = [0.0] * len(capacity_bytes)
     rate = [0.0] * len(capacity_bytes)
     unfit: list[ModelView] = []
-    order = sorted(models, key=lambda m: (-rates.get(m.name, 1.0), -m.weight_bytes, m.name))
-    for model in order:
+
+    def rank(model: ModelView) -> tuple[int, float, int, str]:
+        able = sum([model.fits(number) for number in range(len(capacity_bytes))])
+        return able, -rates.get(model.name, 1.0), -model.weight_bytes, model.name
+
+    for model in sorted(models, key=rank):
         weights = model.weight_bytes / model.parts
         fitting = [
             number

@@ -88,18 +88,17 @@ class Utilization(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict
         others: Sequence[InstanceView],
     ) -> Sequence[Migration]:
         """All of an instance that is being removed; else the shortest of those that got a token
-        here, if the freest instance is that much freer."""
+        here and can go to an instance that is that much freer: the freest of these."""
         targets = [view for view in others if not parked(view)]
-        if not targets:
-            return []
         if parked(instance):
             return spread(requests, targets)
-        target = max(targets, key=lambda view: (freeness(view), -view.id))
-        moving = [request for request in requests if request.here_tokens]
-        if not moving or freeness(target, 1) < self.imbalance * freeness(instance):
+        wanted = self.imbalance * freeness(instance)
+        much_freer = [view for view in targets if freeness(view, 1) >= wanted]
+        moving = [one for one in requests if one.here_tokens and able(one, much_freer)]
+        if not moving:
             return []
         shortest = min(moving, key=lambda request: (request.tokens, request.id))
-        return [Migration(request=shortest.id, target=target.id)]
+        return [Migration(request=shortest.id, target=freest(able(shortest, much_freer)).id)]
 
 
 def parked(view: InstanceView) -> bool:
@@ -113,12 +112,25 @@ def freeness(view: InstanceView, more: int = 0) -> float:
     return (view.total_bytes - view.kv_bytes) / (view.load + more + 1)
 
 
+def freest(views: Sequence[InstanceView]) -> InstanceView:
+    return max(views, key=lambda view: (freeness(view), -view.id))
+
+
+def able(request: DecodingView, views: Sequence[InstanceView]) -> list[InstanceView]:
+    """Those that can serve the request's model."""
+    return [view for view in views if request.instances is None or view.id in request.instances]
+
+
 def spread(requests: Sequence[DecodingView], targets: Sequence[InstanceView]) -> list[Migration]:
-    """Each request to the freest target, those before it counted."""
+    """Each request to the freest target that can serve its model, those before it counted; a
+    request without any stays."""
     came = dict.fromkeys([view.id for view in targets], 0)
     flows = []
     for request in requests:
-        best = max(targets, key=lambda view: (freeness(view, came[view.id]), -view.id))
+        views = able(request, targets)
+        if not views:
+            continue
+        best = max(views, key=lambda view: (freeness(view, came[view.id]), -view.id))
         came[best.id] += 1
         flows.append(Migration(request=request.id, target=best.id))
     return flows

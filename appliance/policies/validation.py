@@ -49,7 +49,8 @@ def shown(answer: object) -> str:
 
 
 def place(answer: object, cluster: ClusterView) -> str | None:
-    """A placement for each instance, and no model without one that may serve it."""
+    """A placement for each instance, and no model without one that may serve it by its placement;
+    what its groups exclude is cut from the placements later, and is no fault."""
     wanted = len(cluster.instances)
     if not _all_are(answer, Placement) or len(answer) != wanted:
         return f"{wanted} placements were asked for, not {shown(answer)}"

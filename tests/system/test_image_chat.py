@@ -107,10 +107,13 @@ def serve_and_ask(tmp_path: Path, store_url: str) -> None:
             },
             timeout=PATIENCE_SECONDS,
         )
-        refused = [httpx.post(f"{url}{path}", json=body, timeout=60) for path, body in bad()]
+        refused = [
+            httpx.post(f"{url}{path}", json=body, timeout=PATIENCE_SECONDS) for path, body in bad()
+        ]
+        asked = [{"model": name} for name in (QWEN2_5, BLIND)]
         shown = [
-            httpx.post(f"{url}/api/show", json={"model": name}).json()["capabilities"]
-            for name in (QWEN2_5, BLIND)
+            httpx.post(f"{url}/api/show", json=one, timeout=PATIENCE_SECONDS).json()["capabilities"]
+            for one in asked
         ]
     assert remote.json()["choices"][0]["message"]["content"] == expected[QWEN2_5, 1]
     assert answers == {key: expected[key[0], key[1]] for key in answers}

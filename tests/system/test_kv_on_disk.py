@@ -16,7 +16,7 @@ from appliance.client import event_lines_async
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, metrics_by_model, running_daemon
-from tests.patience import until
+from tests.patience import PATIENCE_SECONDS, until
 from tests.system.conftest import copy_with_context
 
 MODEL = "llama-a"
@@ -80,7 +80,7 @@ async def chat(client: httpx.AsyncClient, go_on: asyncio.Event, salt: str = "") 
 
 def places(url: str) -> list[str]:
     """Where the KV of each paused request is, as the API shows it."""
-    requests = httpx.get(f"{url}/api/requests").json()["requests"]
+    requests = httpx.get(f"{url}/api/requests", timeout=PATIENCE_SECONDS).json()["requests"]
     return [request["kv"] for request in requests if request["phase"] == "paused"]
 
 
@@ -127,7 +127,7 @@ def test_kv_of_slow_clients_goes_to_disk_and_comes_back(checkpoints: Path, tmp_p
     with running_daemon(file, load_config(file)) as (url, _):
         answers = asyncio.run(slow_clients(url, damage_one))
         counted = metrics_by_model(url)
-        text = httpx.get(f"{url}/metrics").text
+        text = httpx.get(f"{url}/metrics", timeout=PATIENCE_SECONDS).text
         left = list((tmp_path / "kv").glob("*.kv"))
     assert len(kept) >= 2
     assert len(answers[0]) == TOKENS

@@ -66,7 +66,7 @@ def test_texts_equal_plain_vllm(tmp_path: Path) -> None:
     with running_daemon(file, load_config(file)) as (url, _):
         said = [transcribed(url, seconds) for seconds in SECONDS]
         streamed = transcribed(url, SECONDS[1], stream="true")
-        models_shown = httpx.get(f"{url}/v1/models").json()["data"]
+        models_shown = httpx.get(f"{url}/v1/models", timeout=PATIENCE_SECONDS).json()["data"]
     assert [one.json()["text"] for one in said] == expected
     assert len(set(expected)) == len(expected), "the sound makes a difference"
     events = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]

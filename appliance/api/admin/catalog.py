@@ -56,6 +56,8 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     task: str | _Unset = msgspec.UNSET
     images: int | _Unset = msgspec.UNSET
     sounds: int | _Unset = msgspec.UNSET
+    groups: list[str] | _Unset = msgspec.UNSET
+    """Groups of instances that may serve it; all of them if it is left out."""
     max_queue: _Count | _Unset = msgspec.UNSET
     pin: bool | _Unset = msgspec.UNSET
     verify: bool | _Unset = msgspec.UNSET

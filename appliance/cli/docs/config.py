@@ -16,9 +16,22 @@ def generate_sample() -> str:
     ]
     for header, (kind, keys) in schema().items():
         lines += ["", f"# {_summary(kind)}", header]
+        tables = []
         for field in keys.values():
-            lines += [f"# {field.description}", f"{field.key} = {shown(field.sample)}"]
+            inner = _inner(field)
+            if inner is not None and field.sample == ():
+                tables += _example(f"{header.strip('[]')}.{field.key}", field, inner)
+            else:
+                lines += [f"# {field.description}", f"{field.key} = {shown(field.sample)}"]
+        lines += tables
     return "\n".join(lines) + "\n"
+
+
+def _example(name: str, field: SchemaField, table: type[Section]) -> list[str]:
+    """Tables that may be repeated, as a comment: an empty array could not be added to. They come
+    after the keys of the table that they are in, which would be theirs otherwise."""
+    keys = [f"# {one.key} = {shown(one.sample)}" for one in fields(table).values()]
+    return [f"# {field.description}", f"# [[{name}]]", *keys]
 
 
 def generate_docs() -> str:

@@ -89,9 +89,10 @@ class Examples(Word, frozen=True, forbid_unknown_fields=True):
         self, requests: Sequence[DecodingView], others: Sequence[InstanceView]
     ) -> Sequence[Migration]:
         """A request that gets its tokens too slowly goes where least is to do."""
-        late = [view.id for view in requests if view.tpot_seconds() > view.slo.tbt_seconds]
-        target = min(others, key=lambda view: (view.load, view.id)).id
-        return [Migration(request=request, target=target) for request in late[:1]]
+        late = [one for one in requests if one.tpot_seconds() > one.slo.tbt_seconds]
+        idle = min(others, key=lambda view: (view.load, view.id)).id
+        able = [one for one in late if one.instances is None or idle in one.instances]
+        return [Migration(request=one.id, target=idle) for one in able[:1]]
 
     @hookimpl
     def evict(self, victims: Sequence[ModelName], costs: Costs) -> Sequence[ModelName]:

@@ -339,6 +339,58 @@ def test_every_key_can_be_given() -> None:
     assert fields(Model).keys() - keys == {"enabled"}
 
 
+@pytest.fixture
+def grouped(path: Path) -> Path:
+    """The configuration with a pair of ranks beside a single one; its models are the pair's."""
+    text = CONFIG.replace('path = "tiny"', 'path = "tiny"\ngroups = ["pair"]')
+    groups = '[[devices.group]]\nname = "pair"\ntensor_parallel = 2\n\n'
+    groups += '[[devices.group]]\nname = "single"\n\n'
+    text = text.replace("[devices]", '[devices]\nkind = "cpu"')
+    path.write_text(text.replace("[policy]", f"{groups}[policy]"), encoding="utf-8")
+    return path
+
+
+async def test_a_model_is_added_to_groups(grouped: Path, client: httpx.AsyncClient) -> None:
+    """Those that it names; without any it is refused where their ranks differ in number."""
+    keys = {"name": "new", "path": "new", "max_context": 256}
+
+    refused = await client.post("/api/models", json=keys)
+    added = await client.post("/api/models", json={**keys, "groups": ["pair"]})
+
+    assert (refused.status_code, "1 and 2 ranks" in refused.text) == (422, True), refused.text
+    assert added.status_code == 200, added.text
+    (new,) = [model for model in load_config(grouped).models if model.name == "new"]
+    assert new.groups == ("pair",)
+
+
+@pytest.mark.usefixtures("grouped")
+async def test_a_pull_without_groups_fetches_nothing(client: httpx.AsyncClient, path: Path) -> None:
+    """If groups differ in ranks: it would be refused once all of it was there."""
+    source = str(path.parent / "new")
+
+    refused = await client.post("/api/pull", json={"model": source, "stream": False})
+
+    assert "groups of 1 and 2 ranks" in refused.json()["error"]
+    assert not (path.parent / "models").exists()
+
+
+@pytest.mark.usefixtures("grouped", "at_work")
+async def test_groups_on_the_command_line(call: Call, path: Path) -> None:
+    """What the daemon would refuse is not fetched."""
+    source = str(path.parent / "new")
+
+    without = await call("pull", source)
+    unknown = await call("pull", source, "--group", "piar")
+    assert not (path.parent / "models").exists()
+    pulled = await call("pull", source, "--group", "pair")
+
+    assert (without.exit_code, "1 and 2 ranks" in without.stderr) == (1, True), without.output
+    assert (unknown.exit_code, "no group 'piar'" in unknown.stderr) == (1, True), unknown.output
+    assert pulled.exit_code == 0, pulled.output
+    (new,) = [model for model in load_config(path).models if model.name == "new"]
+    assert new.groups == ("pair",)
+
+
 # --- removing ------------------------------------------------------------------------------------
 
 

@@ -164,6 +164,19 @@ def test_ps_shows_models_and_instances(daemon: Daemon) -> None:
     assert json.loads(call("ps", "--json", "--url", daemon.url).stdout) == STATUS
 
 
+def test_ps_shows_groups_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, daemon: Daemon
+) -> None:
+    """And how many ranks each instance has."""
+    grouped = {**STATUS["instances"][0], "group": "pair", "ranks": 2}
+    monkeypatch.setitem(STATUS, "instances", [grouped])
+
+    *_, columns, instance = rows(call("ps", "--url", daemon.url))
+
+    assert columns[-2:] == ["GROUP", "RANKS"]
+    assert instance[-2:] == ["pair", "2"]
+
+
 def test_run_streams_the_answer(daemon: Daemon) -> None:
     """The text of the deltas, in order, and a newline; comments are skipped."""
     result = call(

@@ -14,6 +14,9 @@ from appliance.config.schema import Config, DeviceGroup, Devices
 from appliance.config.sizing import kv_floor_slabs, read_model, uncached
 from appliance.errors import ConfigError, Problem
 from appliance.units import Memory
+from tests.unit.doubles.pretend_nvml import install
+
+GIB = 1 << 30
 
 Make = Callable[..., Path]
 
@@ -79,8 +82,11 @@ def test_a_mixed_box(read: Callable[..., Config]) -> None:
     assert warnings(config) == []
 
     entries = [read_model(one, config.devices) for one in config.models]
-    assert kv_floor_slabs(config, entries) >= kv_floor_slabs(config, entries[1:])
     assert uncached(config, entries) == []
+    for number, key in enumerate(("tensor_parallel = 2\n", "instances = 2\n")):
+        alone = read(key, model(config.models[number].name), devices=devices)
+        wanted = kv_floor_slabs(alone, [read_model(alone.models[0], alone.devices)])
+        assert kv_floor_slabs(config, entries[number : number + 1]) == wanted
 
 
 def test_what_fits_two_ranks_need_not_fit_one(read: Callable[..., Config]) -> None:
@@ -115,7 +121,7 @@ def test_a_model_without_groups_is_on_all(read: Callable[..., Config]) -> None:
 @pytest.mark.parametrize(
     ("texts", "key", "wrong"),
     [
-        ([PAIR, SINGLES, model()], "model[0].groups", "have 1 and 2 ranks"),
+        ([PAIR, SINGLES, model()], "model[0].groups", "groups of 1 and 2 ranks"),
         ([PAIR, model("tiny", "piar")], "model[0].groups", "no group 'piar'"),
         ([model("tiny", "pair")], "model[0].groups", "no group 'pair'"),
         ([PAIR, PAIR, model()], "devices.group[1].name", "another group"),
@@ -167,6 +173,22 @@ def test_gpus_are_dealt_to_groups() -> None:
         ("more", 1, (3,)),
         ("more", 1, (6,)),
     ]
+
+
+def test_gpus_that_make_no_instance_are_reported(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Config]
+) -> None:
+    """One GPU for a group of two ranks."""
+    install(monkeypatch, [16 * GIB])
+    devices = DEVICES.replace("cpu", "cuda").replace("1MiB", "2GiB")
+    devices += 'runtime = "1GiB"\n'
+
+    with pytest.raises(ConfigError) as caught:
+        read(PAIR, "gpus = [0]\n", model(), check_files=False, devices=devices)
+
+    found = [(one.key, one.wrong) for one in caught.value.problems]
+    wrong = "1 GPUs are not divisible into instances of 2 ranks"
+    assert ("devices.group[0].gpus", wrong) in found
 
 
 def problem(read: Callable[..., Config], *texts: str) -> Problem:

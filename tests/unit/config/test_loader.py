@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -373,6 +374,8 @@ def test_sample_is_generated_and_valid() -> None:
     sample = ROOT / "etc" / "appliance.toml"
 
     assert sample.read_text(encoding="utf-8") == configdoc.generate_sample()
+    more = '[[model.adapter]]\nname = "x"\npath = "y"\n[[devices.group]]\nname = "x"\n'
+    tomllib.loads(f"{configdoc.generate_sample()}{more}")  # tables can be appended
     assert load_config(sample, check_files=False).devices.memory_bytes == 192 << 20
 
 

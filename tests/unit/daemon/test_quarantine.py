@@ -128,6 +128,32 @@ async def first(box: Box, after: int) -> Any:
         return
 
 
+async def test_the_only_instance_of_a_model_is_started_again(make_box: MakeBox) -> None:
+    """However often its worker dies, and whatever else serves: the model would be refused. A spare
+    one is set aside."""
+    only = {"a": frozenset({0, 1}), "b": frozenset({2})}
+    box = make_box(instances=3, only=only)
+    for number in (0, 1, 2):
+        box.workers[number].greet()
+    for number in (1, 2):
+        box.workers[number].die()
+        for _ in range(MOST_STILLBORN):
+            box.workers[number].be_stillborn()
+            box.now += STILLBORN_SECONDS
+
+    assert [state for state, _ in states(box)] == ["up", "quarantined", "lost"]
+    readiness = box.daemon.readiness()
+    assert readiness.ok
+    assert readiness.degraded == (
+        "instance 1 is quarantined",
+        "no instance that can serve b is up",
+    )
+
+    box.workers[2].greet()
+
+    assert box.daemon.readiness().degraded == ("instance 1 is quarantined",)
+
+
 async def test_without_an_instance_requests_hear_that(make_box: MakeBox) -> None:
     """503 without the reason, and when to come again; the daemon is not ready."""
     box = make_box()

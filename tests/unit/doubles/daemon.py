@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -56,6 +56,7 @@ def setup_of(
     instances: int = 1,
     host_slabs: int = 200,
     kind: type[Setup] = Setup,
+    only: Mapping[str, frozenset[int]] | None = None,
 ) -> Setup:
     specs = [
         ModelSpec(
@@ -64,6 +65,7 @@ def setup_of(
             max_context_tokens=256,
             max_batch=64,
             slo=SLO,
+            instances=(only or {}).get(name),
         )
         for name, model in models.items()
     ]

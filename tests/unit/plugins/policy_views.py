@@ -82,6 +82,7 @@ def decoding_view(
     first: float = 0.0,
     newest: float = 0.0,
     kind: RequestClass = RequestClass.INTERACTIVE,
+    instances: frozenset[int] | None = None,
 ) -> DecodingView:
     return DecodingView(
         id=name,
@@ -94,6 +95,7 @@ def decoding_view(
         arrived=0.0,
         first_token=first,
         newest_token=newest,
+        instances=instances,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from appliance.plugins.chiron import Chiron
@@ -341,6 +341,9 @@ def test_request_groups() -> None:
     similarity=st.floats(1.0, 4.0),
     seed=st.integers(0, 99),
 )
+@example(ttfts=[2.0, 1.0], similarity=1.0, seed=0)
+@example(ttfts=[2.0, 1.0], similarity=1.0, seed=1)
+@example(ttfts=[2.0, 1.0], similarity=1.0, seed=2)
 def test_groups_are_similar_and_do_not_depend_on_the_order(
     ttfts: list[float], similarity: float, seed: int
 ) -> None:

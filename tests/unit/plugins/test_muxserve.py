@@ -35,6 +35,20 @@ def test_what_fits_nowhere_is_refused() -> None:
     )
 
 
+def test_a_model_of_few_instances_is_not_refused_if_there_is_room() -> None:
+    """What can be elsewhere goes elsewhere."""
+    policy = MuxServe()
+    anywhere = model_view("anywhere", weight_bytes=60 * 10**9)
+    bound = model_view("bound", weight_bytes=50 * 10**9, instances=frozenset({0}))
+    instances = [instance_view(number, total_bytes=80 * 10**9) for number in range(2)]
+
+    placements = policy.place(cluster=cluster_view(instances, anywhere, bound))
+
+    assert [one.models for one in placements] == [frozenset({"bound"}), frozenset({"anywhere"})]
+    assert policy.prefill(request=request_view("bound")) is None
+    assert policy.prefill(request=request_view("anywhere")) is None
+
+
 def test_no_request_is_refused_before_the_sizes_are_known() -> None:
     """An instance that is not up yet may have the room."""
     policy = MuxServe()

@@ -49,6 +49,17 @@ def test_of_equal_rates_the_largest_is_placed_first() -> None:
     assert made.models == (frozenset({"huge", "small"}), frozenset({"large", "middle"}))
 
 
+def test_what_has_the_fewest_instances_is_placed_first() -> None:
+    """A busier, larger model that can be anywhere leaves room where another has to be."""
+    anywhere = model_view("anywhere", weight_bytes=60 * GB)
+    bound = model_view("bound", weight_bytes=50 * GB, instances=frozenset({0}))
+
+    made = partition([anywhere, bound], CAPACITY, 0.1, {"anywhere": 9.0})
+
+    assert made.models == (frozenset({"bound"}), frozenset({"anywhere"}))
+    assert not made.unfit
+
+
 @pytest.mark.parametrize(("gigabytes", "served"), [(14, 6), (15, 4), (28, 4), (29, 2), (69, 0)])
 def test_how_many_fit(gigabytes: int, served: int) -> None:
     """Weights and KV room have to be there: two models of 14B in FP16 fit a GPU of 80 GB (Aegaeon

@@ -155,6 +155,25 @@ def test_an_instance_that_is_removed_is_emptied() -> None:
     assert Utilization().flow(instance=leaving, requests=requests, others=[parked]) == []
 
 
+def test_a_request_goes_only_where_its_model_can_be() -> None:
+    """The freest of those, and only if that one is much freer; from an instance that is removed
+    as well."""
+    policy = Utilization(imbalance=2.0)
+    full, freer, freest = using(0, 0.9), using(1, 0.5), using(2, 0.0)
+    bound = decoding_view("bound", tokens=5, instances=frozenset({0, 1}))
+    stuck = decoding_view("stuck", tokens=1, instances=frozenset({0}))
+    leaving = msgspec.structs.replace(full, instance_class=PARKED)
+    others = [freer, freest]
+
+    assert policy.flow(instance=full, requests=[bound, stuck], others=others) == [
+        Migration(request="bound", target=1)
+    ]
+    assert policy.flow(instance=full, requests=[bound], others=[freest]) == []
+    assert policy.flow(instance=leaving, requests=[bound, stuck], others=others) == [
+        Migration(request="bound", target=1)
+    ]
+
+
 def test_requests_migrate_in_the_machine() -> None:
     """With two instances that have little to do one is removed, and those that decode there go on
     elsewhere with the KV they have."""
