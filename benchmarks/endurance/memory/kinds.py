@@ -9,6 +9,7 @@ from typing import Final
 
 from appliance.checkpoints.adapters import AdapterPlace
 from appliance.checkpoints.drafts import Speculation
+from appliance.vocabulary import Task
 from tests.configs import CONFIGS
 from tests.engine.quantizing import gptq_config, quantize, to_microscaled
 from tests.engine.shrunken import make_shrunken
@@ -25,6 +26,7 @@ PUBLISHED: Final = (
 """Published models that are made small: compressed KV, states, windows, experts."""
 UNEQUAL: Final = "gemma-4-e4b-text"
 """Its layers keep KV of two sizes, and some read that of others."""
+ENCODER: Final = "bge-small-en-v1.5"
 MICROSCALED: Final = "gpt-oss-20b-bf16"
 DRAFTS: Final = Speculation(tokens=6, prompt_lookup_min=1, prompt_lookup_max=4)
 _LITTLE: Final = 0.3
@@ -41,6 +43,7 @@ class Served:
     adapter: AdapterPlace | None = None
     """Every prompt is asked with it and without it."""
     drafts: Speculation | None = None
+    task: Task = Task.GENERATE
 
     @property
     def name(self) -> str:
@@ -51,6 +54,7 @@ def make_kinds(folder: Path) -> list[Served]:
     """`PUBLISHED`, and others. A model with experts is the first: vLLM has none in a process after
     one without."""
     made = [Served(_make(folder, name, name)) for name in (*PUBLISHED, UNEQUAL)]
+    made.append(Served(_make(folder, ENCODER, ENCODER), task=Task.EMBED))
     return [*made, _microscaled(folder), _packed(folder), _adapted(folder), _drafting(folder)]
 
 

@@ -20,6 +20,7 @@ from appliance.memory.ledger import HostLedger
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled
 from appliance.memory.vmm_host import HostVmm
+from appliance.vocabulary import Task
 from benchmarks.endurance.memory.fragmentation import Fragmentation
 from benchmarks.endurance.memory.kinds import Served
 from benchmarks.endurance.memory.texts import CONTEXT, Text, end_of
@@ -106,6 +107,7 @@ class Pools:
                     model.name,
                     str(model.path),
                     dtype=model.dtype,
+                    task=model.task,
                     max_context=CONTEXT,
                     max_batch=BATCH,
                     arena=instance.arena,
@@ -117,7 +119,8 @@ class Pools:
         self.models = [model.name for model in models]
         self._drafting = [model.name for model in models if model.drafts]
         self._adapted = [model.name for model in models if model.adapter]
-        self._ends = {model.name: end_of(model.path) for model in models}
+        self._embedding = [model.name for model in models if model.task is Task.EMBED]
+        self._ends = {m.name: end_of(m.path) for m in models if m.task is Task.GENERATE}
         engines = self.instances[0].engines
         self._weight_bytes = sum(e.weight_slabs * slab_bytes for e in engines.values())
         self._shapes = {
@@ -127,28 +130,34 @@ class Pools:
         self._count_hits()
 
     def _add(self, job: Job) -> None:
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
-
-        from appliance.checkpoints.adapters import full_name
-        from appliance.engines.vllm.messages import decode_request, encode_params, encode_request
-
-        params = SamplingParams(max_tokens=job.limit, temperature=0.0)
-        params.update_from_generation_config({}, self._ends[job.model])
-        body = encode_params(params)
-        if job.text.adapter:
-            named = LoRARequest(full_name(job.model, job.text.adapter), 1, "/nowhere")
-            body = encode_request(replace(decode_request(body), lora_request=named))
-            self.counts["prompt of an adapter"] += 1
         job.instance.engines[job.model].add(
             SequenceSpec(
                 request=job.name,
                 model=job.model,
                 prompt=job.text.prompt,
                 output=tuple(job.output),
-                body=body,
+                body=self._body(job),
             )
         )
+
+    def _body(self, job: Job) -> bytes:
+        """What a front end would say of the request."""
+        from vllm import PoolingParams, SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        from appliance.checkpoints.adapters import full_name
+        from appliance.engines.vllm.messages import decode_request, encode_params, encode_request
+
+        if job.model in self._embedding:
+            return encode_params(PoolingParams(task="embed"))
+        params = SamplingParams(max_tokens=job.limit, temperature=0.0)
+        params.update_from_generation_config({}, self._ends[job.model])
+        body = encode_params(params)
+        if not job.text.adapter:
+            return body
+        self.counts["prompt of an adapter"] += 1
+        named = LoRARequest(full_name(job.model, job.text.adapter), 1, "/nowhere")
+        return encode_request(replace(decode_request(body), lora_request=named))
 
     def _bring(self, instance: Instance, model: str, batch: Collection[Job] = ()) -> Transfer:
         """Have the weights on their way in; raises `Stuck`."""

@@ -16,6 +16,7 @@ from appliance.memory.arena import PoolExhausted
 from benchmarks.endurance.memory.kinds import Served, make_kinds
 from benchmarks.endurance.memory.pools import BATCH, Instance, Job, Pools, Stuck
 from benchmarks.endurance.memory.texts import LONGEST, RECIPES, STEM, Text, answered
+from benchmarks.endurance.memory.vectors import equal
 
 LIVE: Final = 40
 """Requests at a time at most."""
@@ -60,6 +61,8 @@ class RandomSchedule(Pools):
         self.tokens = 0
         self.steps = 0
         self.mismatches: list[dict[str, object]] = []
+        self.vectors = 0
+        self.wrong_vectors: list[dict[str, object]] = []
         self._texts = texts
         self._stems: dict[str, tuple[int, ...]] = {}
         """How the last prompt began that was chosen freely, by model."""
@@ -120,6 +123,7 @@ class RandomSchedule(Pools):
     def complaints(self) -> list[str]:
         """What is not as it has to be."""
         found = [f"wrong token: {mismatch}" for mismatch in self.mismatches]
+        found += [f"wrong vector: {one}" for one in self.wrong_vectors]
         found += [f"never happened: {kind}" for kind in KINDS if not self.counts[kind]]
         found += [f"never finished: {name}" for name in self.models if not self.finished[name]]
         if self._adapted and not self.counts["prompt of an adapter"]:
@@ -157,6 +161,8 @@ class RandomSchedule(Pools):
             "requests_finished": dict(self.finished),
             "tokens_compared": self.tokens,
             "tokens_wrong": len(self.mismatches),
+            "vectors_compared": self.vectors,
+            "vectors_wrong": len(self.wrong_vectors),
             "deferred": self.stuck,
             "fragmentation_device": self.device_use.report(),
             "fragmentation_host": self.host_use.report(),
@@ -211,8 +217,26 @@ class RandomSchedule(Pools):
             engine.trim()
         self.counts["prefill"] += 1
         self.counts["prefill during the load"] += early
+        if model in self._embedding:
+            self._compare(job, produced)
+            return
         self._jobs[job.name] = job
         self._accept(produced)
+
+    def _compare(self, job: Job, produced: Iterable[Produced]) -> None:
+        """The vector of a prompt, which ends with it."""
+        from appliance.engines.vllm.messages import decode_output
+
+        (one,) = produced
+        assert one.detail is not None
+        found = decode_output(one.detail).pooling_output.reshape(-1).tolist()
+        self.vectors += 1
+        if equal(found, job.text.vector):
+            self.finished[job.model] += 1
+        else:
+            self.wrong_vectors.append(
+                {"request": job.name, "model": job.model, "prompt": list(job.text.prompt)}
+            )
 
     def _turn(self, instance: Instance) -> None:
         """Some steps of some requests of a model; another model may come in beside them."""

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from appliance.demo.recipes import Recipe
+from appliance.vocabulary import Task
 from benchmarks.endurance.memory.kinds import Served
+from benchmarks.endurance.memory.vectors import vectors_of
 
 CONTEXT: Final = 512
 LONGEST: Final = 64
@@ -63,6 +65,8 @@ class Text:
     answer: tuple[int, ...]
     adapter: str = ""
     """The name of the LoRA adapter that it is computed with, if any."""
+    vector: tuple[float, ...] = ()
+    """What plain vLLM makes of the prompt, if the model embeds."""
 
 
 def answered(
@@ -77,6 +81,7 @@ def answered(
         (model, own)
         for model in models
         for own in ((None, model.adapter) if model.adapter else (None,))
+        if model.task is Task.GENERATE
     ]
     prompts = {model.name: _prompts(generator, families) for model in models}
     orders = {name: generator.sample(range(len(p)), len(p)) for name, p in prompts.items()}
@@ -119,6 +124,13 @@ def answered(
         ]
         texts[model.name] += found
         dropped[model.name] += count - len(found)
+    for model in models:
+        if model.task is Task.EMBED:
+            vectors = vectors_of(model.path, CONTEXT, prompts[model.name])
+            texts[model.name] = [
+                Text(prompt, (), vector=tuple(vector))
+                for prompt, vector in zip(prompts[model.name], vectors, strict=True)
+            ]
     return texts, dropped
 
 

@@ -15,6 +15,7 @@ from benchmarks.endurance.answers import CANCELLED, Heard, Said
 from benchmarks.endurance.audit import Books, at_rest, cancelled_by, compare, read_books
 from benchmarks.endurance.clients import Outcome
 from benchmarks.endurance.disturbances import Disturbances
+from benchmarks.endurance.memory.vectors import equal
 from benchmarks.endurance.watch import Sample, Watch
 from tests.patience import PATIENCE_SECONDS
 
@@ -249,3 +250,13 @@ def test_errors_are_read(told: dict[str, Any]) -> None:
     heard.event(told)
     assert heard.error == CANCELLED
     assert not heard.done
+
+
+def test_a_wrong_vector_is_found() -> None:
+    """Of an encoder: another number, and one too few; not what rounding changes."""
+    plain = [0.25, -0.5, 0.0]
+
+    assert equal([0.250001, -0.5, 1e-6], plain)
+    assert not equal([0.2502, -0.5, 0.0], plain)
+    assert not equal([0.25, -0.5, 1e-4], plain)
+    assert not equal([0.25, -0.5], plain)
