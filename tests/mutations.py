@@ -519,9 +519,16 @@ MUTATIONS: Final = (
     Mutation(
         "what the driver refused to unmap counts as unmapped",
         f"{MEMORY}/vacated.py",
-        "                if error is None:\n",
+        "                if unmapped:\n",
         "                if True:\n",
         f"{TESTS}/test_arena.py::test_what_cannot_be_unmapped_is_tried_again",
+    ),
+    Mutation(
+        "the thread that unmaps is not made ready for the driver",
+        f"{MEMORY}/vacated.py",
+        "            self._vmm.adopt_thread()\n",
+        "            pass\n",
+        f"{TESTS}/test_arena.py::test_the_unmapping_thread_is_made_ready_first",
     ),
     Mutation(
         "a range is given back with vacated slabs in it",

@@ -28,6 +28,7 @@ WALL_CLOCK = {
     "access/auth.py": "when keys end",
     "api/batch/runner.py": "when batches were made, and end",
     "api/ollama/catalog.py": "`expires_at`",
+    "cli/ceilings.py": "when ceilings were measured",
     "cli/keys.py": "when keys end",
     "daemon/daemon.py": "when a snapshot was taken, and spans were",
     "daemon/policy_history.py": "when policies were chosen",
