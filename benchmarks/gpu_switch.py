@@ -4,7 +4,8 @@
 
 Needs torch, CuPy, cuda-bindings and numpy, and nothing else of ours than plain Python. Models are
 layouts of a real one's size filled with random bytes. `--smoke` runs all of the bookkeeping with
-tiny sizes on the stand-in driver of the tests: it says nothing about speed, and writes no file.
+tiny sizes on the stand-in driver of the tests, or on the pretend driver: it says nothing about
+speed, and writes no file, but for a rehearsal's counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferKind
-from benchmarks.provenance import made, write
+from benchmarks.provenance import PRETENDS, made, write
 
 MIB: Final = 1 << 20
 RANDOM_BYTES: Final = 256 * MIB
@@ -145,7 +146,8 @@ class TorchCompute:
 
 
 class CopyCompute:
-    """For the stand-in, which has no kernels: reads a layer's bytes, on a stream of its own."""
+    """For the stand-in and the pretend driver, which have no kernels: reads a layer's
+    bytes, on a stream of its own."""
 
     def __init__(self, vmm: CudaVmm) -> None:
         vmm.context.use()
@@ -254,10 +256,11 @@ def main() -> None:
     options = parser.parse_args()
     models = [MODELS[name] for name in options.models]
     if options.smoke:
-        from tests.stand_in.driver import stand_in
+        if not PRETENDS:
+            from tests.stand_in.driver import stand_in
 
-        stand_in().reset()
-        if options.json:
+            stand_in().reset()
+        if options.json and not PRETENDS:
             parser.error("--smoke measures nothing, so there is nothing to write")
         models, options.kv_mib, options.rounds = list(SMOKE.values()), 8, 2
     result = {"what": "switches and swaps on a GPU"} | about(options)
@@ -294,7 +297,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
         "slab_bytes": options.slab_mib * MIB,
         "rounds": options.rounds,
     }
-    if options.smoke:
+    if options.smoke and not PRETENDS:
         return told | {"device": "stand-in: no figure here means anything"}
     import cuda.bindings
     import cupy
@@ -526,7 +529,7 @@ def kv(rig: Rig, name: str, planes: int, block_bytes: int, nbytes: int) -> dict[
     ways = {"rows": (out_rows, in_rows), "packed": (out_packed, in_packed)}
     for way, (out, back) in ways.items():
         if rig.smoke and way == "packed":
-            continue  # the stand-in runs no kernels
+            continue  # neither the stand-in nor the pretend driver runs kernels
         outs, backs = [], []
         for _ in range(rig.rounds):
             outs.append(seconds(out))
