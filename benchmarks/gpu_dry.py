@@ -27,7 +27,7 @@ from benchmarks import gpu_lease
 from benchmarks.provenance import made, write
 from tests.pretend.build import build, site_packages
 
-SECTIONS: Final = ("driver", "engines", "daemon", "pool-smoke")
+SECTIONS: Final = ("driver", "engines", "daemon", "ranks", "pool-smoke")
 LIMIT_SECONDS: Final = 1200
 """Of a section. Kernels are compiled for the first time, and all share few processors."""
 HOST_MIB: Final = "512"
@@ -63,7 +63,8 @@ def main() -> None:
 def rehearsed(name: str, out: Path, driver: Path) -> dict[str, Any]:
     """Run a section of `gpu_lease` on the driver: how it ended, and what was seen."""
     audit = out.resolve() / f"{name}.faults"
-    audit.unlink(missing_ok=True)
+    for old in (audit, out / "summary.json"):
+        old.unlink(missing_ok=True)
     lease = [sys.executable, str(Path(gpu_lease.__file__)), "--out", str(out)]
     lease += ["--limit", str(LIMIT_SECONDS), "--slow", name]
     began = time.monotonic()

@@ -80,6 +80,11 @@ SECTIONS: Final = {
         (*TEST, "tests/gpu_daemon"),
         "which tokens they are needs arithmetic",
     ),
+    "ranks": Section(
+        "two ranks of an instance, on the pretend driver; not on a GPU",
+        300,
+        (*TEST, "tests/gpu_ranks"),
+    ),
     "probes": Section(
         "what the driver does where its documentation is silent",
         150,

@@ -235,7 +235,7 @@ def _with_devices(config: Config, report: ProblemReport) -> Config:
 
 
 def _refuse_ranks(devices: Devices, report: ProblemReport) -> None:
-    """Ranks that exchange through NCCL were never tried."""
+    """The daemon was never seen to serve with ranks that exchange through NCCL (decision 93)."""
     asked: list[tuple[KeyPath, int]] = [(("devices", "tensor_parallel"), devices.tensor_parallel)]
     for index, group in enumerate(devices.groups):
         asked.append((("devices", "group", index, "tensor_parallel"), group.tensor_parallel))

@@ -13,6 +13,7 @@ from appliance.memory.swapper import Swapper
 from appliance.memory.weight_cache.image_writer import ImageWriter
 from appliance.memory.weight_cache.images import ImageFolder
 from appliance.platform.cpus import read_cpus
+from appliance.platform.gpus import read_gpu_numbers, show_gpus
 from appliance.platform.numa import stay_near
 from appliance.worker import frames
 from appliance.worker.rank_messages import Build, Seat
@@ -75,10 +76,9 @@ def _engines_on_gpu(
     from appliance.engines.vllm.environment import prepare_environment
     from appliance.memory.cuda.vmm import CudaVmm
 
-    if seat.ranks > 1:
-        raise ValueError("groups of GPUs are not driven by this version")
     # Before the driver is loaded: it asks the environment which GPU is ours.
-    prepare_environment(seat.cpus, configuration.device)
+    gpu = read_gpu_numbers(configuration.device)[seat.rank]
+    prepare_environment(seat.cpus, show_gpus([gpu]))
     _provide_image_libraries()
     slabs = configuration.slabs + configuration.runtime_slabs
     vmm = CudaVmm(0, slabs, configuration.slab_bytes)
@@ -89,6 +89,11 @@ def _engines_on_gpu(
     from appliance.engines.vllm.device_cuda import CudaDevice
 
     device = CudaDevice(vmm, arena, configuration.runtime_slabs)
+    if seat.ranks > 1:
+        from appliance.engines.vllm.executor import join_group
+
+        # Now that torch's memory is the pool's, and its stream the one that engines compute on.
+        join_group(seat.rank, seat.ranks, seat.store, crowded=seat.crowded)
     return _builder(host, arena, swapper, device, seat.ranks), arena, swapper
 
 

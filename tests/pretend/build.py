@@ -24,6 +24,7 @@ LIBRARIES: Final = (
     "libcublasLt.so.13",
     "libcublas.so.13",
     "libnvidia-ml.so.1",
+    "libnccl.so.2",
 )
 """In the order in which a program loads them before all others."""
 ASKING: Final = (
@@ -39,6 +40,7 @@ STUBS: Final = {
     "cuda_stubs.inc": (r"cu[A-Z]\w*", "cuda.c"),
     "blas_stubs.inc": (r"cublas(?!Lt)\w+", "cublas.c"),
     "blaslt_stubs.inc": (r"cublasLt\w+", "cublas.c"),
+    "nccl_stubs.inc": (r"nccl[A-Z]\w*", "nccl.c"),
 }
 """Files of functions that do nothing: the names that they take, and the file that has others."""
 API: Final = '__attribute__((visibility("default")))'
@@ -76,7 +78,7 @@ def build(folder: Path, site: Path) -> None:
         wanted = {symbol for symbol in asked if re.fullmatch(pattern, symbol)}
         (folder / name).write_text(stubs(wanted, (SOURCES / source).read_text()))
     (folder / "runtime_stubs.c").write_text('#include "cudart_stubs.inc"\n')
-    runtime, driver, blas_lt, blas, nvml = LIBRARIES
+    runtime, driver, blas_lt, blas, nvml, nccl = LIBRARIES
     headers = [
         f"-I{site / place / 'include'}" for place in ("nvidia/cu13", "triton/backends/nvidia")
     ]
@@ -87,6 +89,7 @@ def build(folder: Path, site: Path) -> None:
         options = [f'-DSTUBS="{file}"', *versioned(folder, name)]
         compile_(folder, name, "cublas.c", *options, *(["-DLT"] if name == blas_lt else []))
     compile_(folder, nvml, "nvml.c")
+    compile_(folder, nccl, "nccl.c", f"./{runtime}", f"./{driver}")
     (folder / "env.sh").write_text(environment(folder.resolve(), site))
 
 

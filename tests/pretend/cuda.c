@@ -1,4 +1,4 @@
-// A stand-in for libcuda.so.1 with one "H200": what the appliance, torch and Triton ask of the driver. Slabs are
+// A stand-in for libcuda.so.1 with an "H200": what the appliance, torch and Triton ask of the driver. Slabs are
 // memfds under mmap, copies are done at once, kernels do nothing (state.h, cudart.c).
 #define _GNU_SOURCE
 #include "state.h"
@@ -16,8 +16,8 @@ static Code broken;  // after an illegal address all fails, until the process en
 // ---- device and context
 API Code cuInit(unsigned flags) { return OK; }
 API Code cuDriverGetVersion(int *v) { *v = 13000; return OK; }
-API Code cuDeviceGet(int *d, int ordinal) { *d = ordinal; return ordinal ? INVALID_DEVICE : OK; }
-API Code cuDeviceGetCount(int *n) { *n = 1; return OK; }
+API Code cuDeviceGet(int *d, int ordinal) { *d = ordinal; return ordinal || pretend_device() < 0 ? INVALID_DEVICE : OK; }
+API Code cuDeviceGetCount(int *n) { *n = pretend_device() >= 0; return OK; }
 API Code cuDeviceGetName(char *s, int n, int d) { snprintf(s, n, "NVIDIA H200"); return OK; }
 API Code cuDeviceTotalMem_v2(size_t *n, int d) { size_t free; pretend_free_memory(&free, n); return OK; }
 enum { VIRTUAL_MEMORY = 102, HOST_NUMA_ID = 114, MULTICAST = 121 };
@@ -25,7 +25,7 @@ API Code cuDeviceGetAttribute(int *v, int a, int d) {
   if (a == VIRTUAL_MEMORY || a == HOST_NUMA_ID || a == MULTICAST) { *v = a == VIRTUAL_MEMORY; return OK; }
   return cudaDeviceGetAttribute(v, a, d);
 }
-API Code cuDeviceGetUuid_v2(char *u, int d) { memset(u, 7, 16); return OK; }
+API Code cuDeviceGetUuid_v2(char *u, int d) { memset(u, 7 + pretend_device(), 16); return OK; }
 API Code cuCtxGetCurrent(void **c) { *c = CONTEXT; return OK; }
 API Code cuCtxSetCurrent(void *c) { return OK; }
 API Code cuCtxPushCurrent_v2(void *c) { return OK; }
@@ -202,6 +202,16 @@ static Code usable(u64 p, u64 n) {
   pthread_mutex_unlock(&lock);
   if (code && code == broken) pretend_fault("illegal_address", "a copy, or what came after one");
   return code;
+}
+API int pretend_reaches(u64 p, u64 n) {
+  pthread_mutex_lock(&lock);
+  int slabs = range_of(p) != 0, there = slabs;
+  for (u64 at = p; there && at < p + n;) {
+    Mapping *m = mapping_of(at);
+    if (!m || !m->access) there = 0; else at = m->start + m->n;
+  }
+  pthread_mutex_unlock(&lock);
+  return slabs ? there : pretend_known(p, n);
 }
 API Code cuMemcpyAsync(u64 to, u64 from, size_t n, void *s) {
   Code code = usable(to, n);

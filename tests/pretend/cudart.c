@@ -1,4 +1,4 @@
-// A stand-in for libcudart.so.13 with one "H200": device memory is host memory, copies are done at once,
+// A stand-in for libcudart.so.13 with an "H200": device memory is host memory, copies are done at once,
 // kernels do nothing. It keeps the state that both halves of the pretend driver share (state.h): what memory
 // there is, what work the host knows to be done, captures, and faults of the program.
 #define _GNU_SOURCE
@@ -56,6 +56,16 @@ static int find(u64 p, Block *found) {
     if (p >= blocks[i].start && p - blocks[i].start < blocks[i].n) *found = blocks[i], there = 1;
   UNLOCK;
   return there;
+}
+
+API int pretend_known(u64 p, u64 n) {
+  Block block;
+  return find(p, &block) && p + n <= block.start + block.n;
+}
+API int pretend_device(void) {
+  const char *all = getenv("PRETEND_DEVICES"), *visible = getenv("CUDA_VISIBLE_DEVICES");
+  int number = visible ? *visible ? atoi(visible) : -1 : 0;
+  return number < (all ? atoi(all) : 1) ? number : -1;
 }
 
 // ---- streams, events: numbers of operations, and which of them the host has waited for
@@ -200,7 +210,7 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void
 API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int b, size_t s, unsigned flags) { *n = 2; return OK; }
 
 // ---- the device
-API cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return OK; }
+API cudaError_t cudaGetDeviceCount(int *n) { *n = pretend_device() >= 0; return *n ? OK : cudaErrorNoDevice; }
 API cudaError_t cudaGetDevice(int *d) { *d = 0; return OK; }
 API cudaError_t cudaSetDevice(int d) { return d ? cudaErrorInvalidDevice : OK; }
 API cudaError_t cudaDeviceSynchronize(void) {
@@ -211,16 +221,16 @@ API cudaError_t cudaDeviceSynchronize(void) {
 API cudaError_t cudaDriverGetVersion(int *v) { *v = 13000; return OK; }
 API cudaError_t cudaRuntimeGetVersion(int *v) { *v = 13000; return OK; }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *low, int *high) { if (low) *low = 0; if (high) *high = -5; return OK; }
-API cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) { snprintf(s, n, "0000:01:00.0"); return OK; }
+API cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) { snprintf(s, n, "0000:%02x:00.0", 1 + pretend_device()); return OK; }
 API cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = 0; return OK; }
 API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "NVIDIA H200");
-  memset(p->uuid.bytes, 7, 16);
+  memset(p->uuid.bytes, 7 + pretend_device(), 16);
   p->totalGlobalMem = TOTAL, p->sharedMemPerBlock = 49152, p->regsPerBlock = 65536, p->warpSize = 32, p->memPitch = 2147483647;
   p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535, p->totalConstMem = 65536;
-  p->major = 9, p->minor = 0, p->textureAlignment = 512, p->multiProcessorCount = 132, p->pciBusID = 1, p->asyncEngineCount = 3;
+  p->major = 9, p->minor = 0, p->textureAlignment = 512, p->multiProcessorCount = 132, p->pciBusID = 1 + pretend_device(), p->asyncEngineCount = 3;
   p->canMapHostMemory = p->concurrentKernels = p->unifiedAddressing = p->managedMemory = p->cooperativeLaunch = 1;
   p->memoryBusWidth = 6144, p->l2CacheSize = 62914560, p->maxThreadsPerMultiProcessor = 2048;
   p->sharedMemPerMultiprocessor = 233472, p->regsPerMultiprocessor = 65536, p->sharedMemPerBlockOptin = 232448;

@@ -20,6 +20,10 @@ void pretend_add(u64 p, u64 n, int host);
 u64 pretend_drop(u64 p);
 void pretend_account(int64_t bytes);
 void pretend_free_memory(size_t *free, size_t *total);
+int pretend_known(u64 p, u64 n);    // memory of the runtime, allocated and not freed
+int pretend_reaches(u64 p, u64 n);  // that, or slabs that are mapped and accessible
+// Devices: a machine has PRETEND_DEVICES, of which a process has the first of CUDA_VISIBLE_DEVICES. -1: it has none.
+int pretend_device(void);
 // Streams and events. `touches` are up to two ranges; none of them: a kernel, which may touch anything.
 void *pretend_stream(void);
 void *pretend_event(void);

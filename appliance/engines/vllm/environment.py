@@ -42,6 +42,13 @@ def prepare_environment(threads_bind: str, device: str = "cpu") -> None:
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's
             "CUDA_VISIBLE_DEVICES": device.removeprefix("cuda:"),
             "NCCL_SOCKET_IFNAME": "lo",
+            # What reads a peer's memory, or registers what graphs reduce, needs memory that can be
+            # exported; torch's is in slabs, which cannot. NCCL copies through its own buffers.
+            "NCCL_GRAPH_REGISTER": "0",
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+            "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "0",
+            "VLLM_USE_NCCL_SYMM_MEM": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",  # torch's draws what the CPU's draws
         }
 

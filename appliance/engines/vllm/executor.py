@@ -44,13 +44,19 @@ def join_group(rank: int, ranks: int, store: str, *, crowded: bool) -> None:
     """Make the process groups that all models of this process share; returns when all have joined.
 
     `store` is a file that the ranks have in common, of a name that none had before. Ranks exchange
-    through shared memory, in which they wait by spinning; if they are `crowded`, on fewer
-    processors than there are ranks, through gloo's sockets. Raises `SeamMoved` for another vLLM,
-    `RuntimeError` if a rank does not come.
+    through NCCL on GPUs, of which each sees its own only; on CPUs through shared memory, in which
+    they wait by spinning, or if they are `crowded`, on fewer processors than there are ranks,
+    through gloo's sockets. On a GPU, its `CudaDevice` is made before. Raises `SeamMoved` for
+    another vLLM, `RuntimeError` if a rank does not come.
     """
     check_seams()
     current_platform.import_kernels()
-    if crowded:
+    on_gpu = current_platform.is_cuda()
+    if on_gpu:
+        # It registers the addresses that graphs reduce, by handles that memory of slabs does not
+        # have. It would be made with the group, where an engine's arguments are not known.
+        parallel_state.set_custom_all_reduce(False)
+    elif crowded:
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     os.environ["VLLM_DIST_IDENT"] = Path(store).name
     parallel = ParallelConfig(
@@ -61,7 +67,7 @@ def join_group(rank: int, ranks: int, store: str, *, crowded: bool) -> None:
             ranks,
             rank,
             f"file://{store}",
-            rank,
+            0 if on_gpu else rank,
             current_platform.dist_backend,
             timedelta(seconds=COLLECTIVE_SECONDS),
         )
@@ -90,7 +96,7 @@ def _forget_names(rank: int) -> None:
     live. A name would outlive a process that is killed."""
     group = parallel_state.get_tp_group()
     group.barrier()
-    exchange = group.device_communicator.dist_module
+    exchange = getattr(group.device_communicator, "dist_module", None)  # of CPUs only
     if isinstance(exchange, _CPUSHMDistributed):
         file = SHARED_MEMORY / f"{exchange.group_name}_{rank}"
         if not file.exists():
