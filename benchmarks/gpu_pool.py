@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from appliance.engines.protocol import SequenceSpec
 from appliance.memory.host_tier import HostTier
 from appliance.platform import gpus
+from appliance.platform.cpus import show_cpus
 from appliance.worker import frames
 from appliance.worker.rank_messages import Seat
 from benchmarks.provenance import PRETENDS, made, write
@@ -178,7 +179,7 @@ def pooled(
     configuration = frames.Configure(
         version=frames.PROTOCOL_VERSION,
         instance=0,
-        cpus="auto",
+        cpus=show_cpus(sorted(os.sched_getaffinity(0))),
         slabs=slabs,
         slab_bytes=SLAB,
         host_bytes=host.nbytes,
@@ -186,7 +187,7 @@ def pooled(
         device="cuda:0",
         runtime_slabs=options.runtime_mib * (1 << 20) // SLAB,
     )
-    build, arena, swapper = engines(configuration, host, Seat(0, 1, "auto"))
+    build, arena, swapper = engines(configuration, host, Seat(0, 1, configuration.cpus))
     floor = ceilings(host, arena)
     models: list[Any] = []
     offset = 0

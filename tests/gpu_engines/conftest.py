@@ -17,6 +17,7 @@ import pytest
 
 from appliance.engines.protocol import SequenceSpec
 from appliance.memory.host_tier import HostTier
+from appliance.platform.cpus import show_cpus
 from appliance.worker import frames
 from appliance.worker.rank_messages import Seat
 
@@ -56,7 +57,7 @@ class Worker:
         configuration = frames.Configure(
             version=frames.PROTOCOL_VERSION,
             instance=0,
-            cpus="auto",
+            cpus=show_cpus(sorted(os.sched_getaffinity(0))),
             slabs=400,
             slab_bytes=SLAB,
             host_bytes=self.host.nbytes,
@@ -65,7 +66,7 @@ class Worker:
             runtime_slabs=1500,
         )
         self._build, self.arena, self.swapper = engines(
-            configuration, self.host, Seat(0, 1, "auto")
+            configuration, self.host, Seat(0, 1, configuration.cpus)
         )
         self._checkpoints = checkpoints
         self._taken = 0
