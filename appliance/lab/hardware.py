@@ -39,6 +39,8 @@ class GpuSpec(Word, frozen=True, kw_only=True):
     """In each direction."""
     memory_bytes_per_second: float = math.inf
     """At which it reads its own memory."""
+    nvlink_bytes_per_second: float = 0.0
+    """In each direction, to all of its peers together; 0 without NVLink."""
     efficiency: float = EFFICIENCY
     mapping_seconds: float = 0.0
     """What a load takes of the instance's own time before the copy begins, whatever its size, as a
@@ -53,6 +55,11 @@ class GpuSpec(Word, frozen=True, kw_only=True):
     def link_bytes_per_second(self) -> float:
         """What a copy reaches."""
         return self.pcie_bytes_per_second * self.efficiency
+
+    @property
+    def peer_bytes_per_second(self) -> float:
+        """What copies from its peers reach together."""
+        return self.nvlink_bytes_per_second * self.efficiency
 
     def switch_seconds(self, weight_bytes: int) -> float:
         """The time a load takes that has the link for itself (Aegaeon Eq. 4, corrected)."""
@@ -226,6 +233,10 @@ class Box(Word, frozen=True, kw_only=True):
     """GPUs that share a root of the PCIe tree: whole instances, or an instance has whole roots."""
     root_pcie_bytes_per_second: float | None = None
     """Of a root, in each direction; None for as much as one GPU has."""
+    relay: bool = False
+    """Whether loads go through idle peers, too, over NVLink."""
+    gpus_per_host: int = 8
+    """GPUs that reach each other over NVLink."""
     activation_seconds: float = 0.0
     """For which an instance computes nothing at a switch, after the copy: what a system needs to
     start an engine. None where engines stay ready."""
@@ -280,6 +291,7 @@ def _gpus() -> dict[str, GpuSpec]:
             vram_bytes=int(row["vram_bytes"]),
             pcie_bytes_per_second=float(row["pcie_bytes_per_second"]),
             memory_bytes_per_second=float(row["memory_bytes_per_second"]),
+            nvlink_bytes_per_second=float(row["nvlink_bytes_per_second"]),
         )
         for row in _table("gpus.csv")
     }

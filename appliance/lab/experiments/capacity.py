@@ -164,6 +164,11 @@ class Planner:
                 changes["hardware.pcie_gbps"] = f"{gpu(kind).pcie_bytes_per_second / 1e9}"
             if kind != hardware.gpu and hardware.vram is not None:
                 changes["hardware.vram"] = f"{gpu(kind).vram_bytes}"
+            if kind != hardware.gpu and hardware.relay:
+                nvlink = gpu(kind).nvlink_bytes_per_second / 1e9
+                changes |= (
+                    {"hardware.nvlink_gbps": f"{nvlink}"} if nvlink else {"hardware.relay": "false"}
+                )
             try:
                 chosen = scenario.read(self._path, {**self._changes, **changes})
                 setting = chosen.setting(chosen.seeds[0], self._path.parent)

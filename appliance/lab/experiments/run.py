@@ -68,11 +68,12 @@ class System(Word, frozen=True, kw_only=True):
     prefetch: bool = True
 
     def box(self, box: Box) -> Box:
-        """The hardware as this system uses it."""
+        """The hardware as this system uses it: a system of its own has no relay of ours."""
         efficiency = box.gpu.efficiency if self.efficiency is None else self.efficiency
         return replace(
             box,
             gpu=replace(box.gpu, efficiency=efficiency),
+            relay=box.relay and self == SAME_MECHANISM,
             activation_seconds=self.activation_seconds,
         )
 

@@ -59,6 +59,11 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
     """GPUs that share a root of the PCIe tree, and with it"""
     root_gbps: Positive | None = None
     """so many 10^9 bytes a second in each direction; as much as one GPU has if it is not given."""
+    relay: bool = False
+    """Whether loads of weights go through idle GPUs of the same host, too, and from those over
+    NVLink. No worker does that: this is what a relay would be worth."""
+    nvlink_gbps: Positive | None = None
+    """Of a GPU's NVLink in each direction, 10^9 bytes a second; the table's if it is not given."""
     disk_gbps: Positive | None = None
     kv_spill: Bytes | None = None
     """Room for KV on disk."""
@@ -98,8 +103,16 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
                 f"hardware.gpus_per_root: instances of {self.tp} GPUs are cut by roots of"
                 f" {self.gpus_per_root}"
             )
+        own = self._gpu()
+        if self.relay and not own.nvlink_bytes_per_second:
+            raise LabError(
+                f"hardware.relay: the {self.gpu} has no NVLink to relay over; give"
+                " hardware.nvlink_gbps, or leave hardware.relay out"
+            )
         return Box(
-            gpu=self._gpu(),
+            gpu=own,
+            relay=self.relay,
+            gpus_per_host=HOST_GPUS,
             instances=self.count // self.tp,
             tp=self.tp,
             gpus_per_root=self.gpus_per_root,
@@ -115,10 +128,14 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
 
     def _gpu(self) -> GpuSpec:
         known = gpu(self.gpu)
+        if not self.relay:
+            # Nothing goes over it, and what a committed cell was played on is unchanged.
+            known = msgspec.structs.replace(known, nvlink_bytes_per_second=0.0)
         changed = {
             "vram_bytes": self.vram,
             "pcie_bytes_per_second": self.pcie_gbps and self.pcie_gbps * 1e9,
             "efficiency": self.efficiency,
+            "nvlink_bytes_per_second": self.relay and self.nvlink_gbps and self.nvlink_gbps * 1e9,
             "disk_bytes_per_second": self.disk_gbps and self.disk_gbps * 1e9,
             "map_seconds_per_slab": float(self.map_seconds_per_slab),
         }

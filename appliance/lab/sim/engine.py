@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from appliance.lab.hardware import ModelProfile
-from appliance.lab.sim.link import Link, LinkTransfer
+from appliance.lab.sim.link import Carrier, LinkTransfer
 from appliance.vocabulary import KvShape, RequestId
 
 
@@ -13,7 +13,7 @@ from appliance.vocabulary import KvShape, RequestId
 class WeightLoad:
     """Weights on their way."""
 
-    link: Link
+    link: Carrier
     lane: str
     transfer: LinkTransfer
     prefetched: bool

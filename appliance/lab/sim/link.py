@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from appliance.lab.sim.event_queue import Agenda, Rank, ScheduledEvent
 
@@ -41,6 +42,18 @@ class LinkTransfer:
     def queued_seconds(self) -> float:
         assert self.began is not None, "it has not begun"
         return self.began - self.queued
+
+
+class Carrier(Protocol):
+    """What carries transfers: a link, or a link with what relays for it."""
+
+    def start(self, lane: str, nbytes: int, then: Callable[[LinkTransfer], None]) -> LinkTransfer:
+        """Put a transfer in line; `then` is called with it when all of its bytes are there."""
+        ...
+
+    def cancel(self, lane: str, transfer: LinkTransfer) -> None:
+        """Stop a transfer, under way or in line, without a notice."""
+        ...
 
 
 class Root:

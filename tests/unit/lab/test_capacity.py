@@ -122,6 +122,21 @@ def test_a_model_that_is_too_large_for_one_gets_several(tmp_path: Path) -> None:
     assert need["gpus"] % 2 == 0
 
 
+def test_other_kinds_relay_over_their_own_nvlink(tmp_path: Path) -> None:
+    """Or not at all if they have none, whatever the scenario's own GPU has."""
+    (tmp_path / "lengths.csv").write_text("prompt_tokens,output_tokens\n200,100\n800,200\n")
+    path, report = tmp_path / "relayed.toml", tmp_path / "plan.json"
+    scenario = SCENARIO.replace("toy", "Qwen2.5-7B").replace("A10", "H800")
+    path.write_text(scenario.replace("count = 2", "count = 2\nrelay = true\nnvlink_gbps = 100"))
+
+    small = ("--set", "duration=20s", "--extrapolate", "--json", report)
+    result = invoke(path, "--gpus", "A10,H100", "--at", "0.1", *small)
+
+    assert result.exit_code == 0, result.output
+    assert [need["gpu"] for need in json.loads(report.read_text())["plan"]] == ["A10", "H100"]
+    assert "relay" not in result.stdout
+
+
 def test_what_a_box_carries(toy: Path, tmp_path: Path) -> None:
     """A load that it keeps, one that it does not, and what more of each resource would do."""
     report = tmp_path / "box.json"

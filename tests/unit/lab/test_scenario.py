@@ -140,6 +140,17 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
     assert setting.deviation == Deviation(noise=0.1, seed=7)
 
 
+def test_loads_are_relayed_if_the_scenario_says_so(tmp_path: Path) -> None:
+    """Over the NVLink of the table, or another; copies reach the same share of it as of PCIe."""
+    path = written(tmp_path)
+    assert not scenario.read(path).hardware.box().relay
+    box = scenario.read(path, {"hardware.relay": "true"}).hardware.box()
+    assert (box.relay, box.gpus_per_host) == (True, 8)
+    assert box.gpu.peer_bytes_per_second == 200e9 * box.gpu.efficiency
+    other = {"hardware.relay": "true", "hardware.gpu": "A10", "hardware.nvlink_gbps": "100"}
+    assert scenario.read(path, other).hardware.box().gpu.nvlink_bytes_per_second == 100e9
+
+
 def test_what_is_not_computing_has_a_cost(tmp_path: Path) -> None:
     """Not none unless a scenario says so; the hosts' memory grows with them."""
     path = written(tmp_path)
@@ -253,6 +264,8 @@ def test_a_baseline_may_pay_for_its_own_switches(tmp_path: Path) -> None:
         ({"hardware.order_seconds": '"-1ms"'}, r"hardware.order_seconds: expected a duration"),
         ({"hardware.map_seconds_per_slab": '"1"'}, r"hardware.map_seconds_per_slab: expected a"),
         ({"hardware.host_gbps": "0"}, r"hardware.host_gbps: expected `float` > 0"),
+        ({"hardware.nvlink_gbps": "0"}, r"hardware.nvlink_gbps: expected `float` > 0"),
+        ({"hardware.relay": "1"}, r"hardware.relay: expected `bool`"),
         ({"policies.aegaeon.share": "1"}, r"policies.*unknown field `share`"),
         ({"nothing": "1"}, r"the file: .*unknown field `nothing`"),
         ({"models.1.count": "1"}, r"--set models.1.count: there is no such key"),
@@ -273,6 +286,10 @@ def test_what_is_wrong_with_a_file_is_named(
         ({"hardware.gpu": "B42"}, "no GPU 'B42' is known"),
         ({"hardware.tp": "3"}, "4 GPUs are no instances of 3"),
         ({"hardware.gpus_per_root": "3", "hardware.tp": "2"}, "cut by roots of 3"),
+        (
+            {"hardware.gpu": "A10", "hardware.relay": "true"},
+            "hardware.relay: the A10 has no NVLink to relay over; give hardware.nvlink_gbps, or",
+        ),
         ({"warmup": '"100s"'}, "nothing is left of 100 s to measure"),
         ({"models.0.mix": '["GPT-9"]'}, "no profile of GPT-9 on H800"),
         ({"models.0.names": '["a", "a"]', "models.0.count": "2"}, "a name is there twice"),
