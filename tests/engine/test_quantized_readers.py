@@ -46,6 +46,7 @@ from tests.engine.test_image_prompts import (
     Requests,
     asked,
 )
+from tests.engine.test_language_models import ALONE
 from tests.engine.test_language_models import NAMES as EVERY
 from tests.engine.test_quantized import label, quantized
 from tests.engine.with_images import (
@@ -138,11 +139,12 @@ def text_answers(name: str, path: str) -> list[list[int]]:
 
 
 def plain_text(plain: PlainAnswers, path: str) -> list[list[int]]:
-    """What plain vLLM says. The whole model of Qwen's rotates by three positions, which rounds
-    otherwise in bfloat16, so that it is given a checkpoint of the language model alone."""
+    """What plain vLLM says. It is given a checkpoint of the language model alone of those whose
+    whole model it does not read, and of Qwen's, which rotate by three positions, which rounds
+    otherwise in bfloat16."""
     options: dict[str, Any] = {"skip_tokenizer_init": True, "language_model_only": True}
     config = json.loads((Path(path) / "config.json").read_text())
-    if "vl" in config["model_type"].split("_"):
+    if "vl" in config["model_type"].split("_") or Path(path).name in ALONE:
         path, options = as_text(Path(path)), {"skip_tokenizer_init": True}
     asked = [ImagePrompt(prompt) for prompt in prompts(Path(path).name)]
     return sequences(plain(path, DTYPE, asked, [GREEDY] * len(asked), **options))
