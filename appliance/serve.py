@@ -196,10 +196,10 @@ def make_daemon(config: Config) -> Daemon:
 
 def expected_load_rate(config: Config) -> float | None:
     """Bytes a second at which weights load, by ceilings that hold on this machine; None if there
-    are none. What cannot be used is logged."""
+    are none, or weights are decoded, which no ceiling says. What cannot be used is logged."""
     devices = config.devices
     path = ceilings_path(devices.ceilings)
-    if path is None:
+    if path is None or devices.host_cache_codec != "none":
         return None
     try:
         stored = own_ceilings(path, machine_identity())

@@ -25,7 +25,7 @@ def readiness(
     """Ready is a daemon with an instance that is up (`no_start` says why none could be started)
     and a front end that is ready (`no_front_end` says why there is none), while every request got a
     token, or came, in the last `progress_seconds`. Degraded is one with an instance in quarantine,
-    or a model without an instance that is up."""
+    or with models that no instance which is up can serve. It names no model: probes need no key."""
     instances = machine.instances.values()
     quarantined = [instance.id for instance in instances if instance.quarantine is not None]
     reasons = []
@@ -45,11 +45,11 @@ def readiness(
     degraded = [f"instance {number} is quarantined" for number in quarantined]
     up = [instance.id for instance in instances if instance.up]
     if up:  # else it is the reason, and of all models
-        degraded += [
-            f"no instance that can serve {spec.name} is up"
-            for spec in machine.models.values()
-            if not any(map(spec.fits, up))
-        ]
+        idle = sum([not any(map(spec.fits, up)) for spec in machine.models.values()])
+        if idle:
+            degraded.append(
+                f"no instance is up that can serve {idle} of {len(machine.models)} models"
+            )
     return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
 
 

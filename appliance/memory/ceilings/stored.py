@@ -259,7 +259,7 @@ def _decoded(path: Path, data: bytes) -> Ceilings:
         found = msgspec.json.decode(data, type=Ceilings)
         if found.format != FORMAT:
             raise msgspec.ValidationError(f"of format {found.format}, not {FORMAT}")
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise CeilingsError(f"{path} cannot be used: {error}; {REMEDY}") from None
     return found
 

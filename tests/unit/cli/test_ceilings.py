@@ -157,6 +157,8 @@ def test_the_gpus_of_groups_are_measured(
     assert [task.gpu for task in asking.tasks] == [2, None]
     assert [gpu.uuid for gpu in read_ceilings(Path(config.devices.ceilings)).gpus] == ["GPU-2"]
     assert expected_load_rate(config) == pytest.approx(40e9)
+    decoding = msgspec.structs.replace(config.devices, host_cache_codec="exp7")
+    assert expected_load_rate(msgspec.structs.replace(config, devices=decoding)) is None
     assert expected_load_rate(load_config(configure(devices))) is None
 
 

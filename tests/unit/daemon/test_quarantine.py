@@ -146,7 +146,7 @@ async def test_the_only_instance_of_a_model_is_started_again(make_box: MakeBox) 
     assert readiness.ok
     assert readiness.degraded == (
         "instance 1 is quarantined",
-        "no instance that can serve b is up",
+        "no instance is up that can serve 1 of 2 models",
     )
 
     box.workers[2].greet()

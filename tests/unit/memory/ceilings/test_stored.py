@@ -77,6 +77,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
             "would load at less than 1 MB/s",
         ),
         (b" " * (MAX_BYTES + 1), "larger than"),
+        (msgspec.json.encode(FULL).replace(b'"folder":"', b'"folder":"\xf6'), "cannot be used"),
+        (b'{"more":' + b"[" * 5000 + b"]" * 5000 + b"}", "cannot be used"),
+        (
+            msgspec.json.encode(FULL).replace(b'"slab_bytes":', b'"slab_bytes":' + b"9" * 400),
+            "cannot be used",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(data: bytes, words: str, tmp_path: Path) -> None:
