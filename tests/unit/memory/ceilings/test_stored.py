@@ -49,7 +49,7 @@ FULL = Ceilings(machine="this", host=HOST, disks=(DISK,), gpus=(GPU,))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """In a folder that is made, by whoever runs the daemon, and nothing else lies beside it."""
+    """In a folder that is made, and nothing else lies beside it."""
     path = tmp_path / "state" / "appliance" / "ceilings.json"
 
     write_ceilings(path, FULL)
