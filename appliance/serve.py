@@ -53,7 +53,15 @@ from appliance.memory.ceilings.stored import (
 from appliance.memory.weight_cache.image_file import image_name, prepare_folder
 from appliance.platform import logs
 from appliance.platform.admin_socket import AUTO, AdminSocketError, admin_path, open_socket
-from appliance.platform.cpus import ALLOW_BINDING, deal_near, read_cpus, show_cpus
+from appliance.platform.cpus import (
+    ALLOW_BINDING,
+    deal_near,
+    front_end_count,
+    kept_cpus,
+    read_cpus,
+    show_cpus,
+    usable_by_workers,
+)
 from appliance.platform.gpus import GpusUnknown, driver_version, read_gpus, show_gpus
 from appliance.platform.numa import Nodes, by_node, read_nodes
 from appliance.platform.sandbox import missing
@@ -67,8 +75,6 @@ from appliance.service.settings import Settings
 if TYPE_CHECKING:
     from appliance.observability.tracing import Traces
 
-CPUS_PER_FRONT_END = 8
-MOST_FRONT_ENDS = 4
 LEAST_OF_FRONT_END = 64
 """Descriptors: what it has without any connection, and some."""
 
@@ -461,19 +467,6 @@ async def running(admin: AdminServer | None) -> AsyncIterator[None]:
         await serving
 
 
-def front_end_count(configured: int | str, cpus: int) -> int:
-    """How many front ends `api.processes` means on a machine with so many processors."""
-    if isinstance(configured, int):
-        return configured
-    return max(1, min(MOST_FRONT_ENDS, cpus // CPUS_PER_FRONT_END))
-
-
-def kept_cpus(cpus: int, workers: int, processes: int) -> int:
-    """How many processors the daemon has together with its front ends: one for each of these, if
-    there are more than workers; with too few all are shared."""
-    return max(0, min(processes, cpus - workers))
-
-
 def keep_to(cpus: Sequence[int]) -> None:
     """Have this process run on these processors. Raises `ApplianceError` where the system forbids
     that: workers could not be bound to theirs, and engines would end with an error of vLLM's."""
@@ -497,9 +490,10 @@ def share_cpus(
     They are dealt out evenly; the daemon and its front ends (`processes`) have those that are kept
     for them. Instance i has `ranks[i]` worker processes. With fewer processors than these they are
     shared. On a machine with several NUMA `nodes` an instance has processors of the nodes of its
-    GPUs, `gpu_nodes[i]`, and where these are not known, as few nodes as can be.
+    GPUs, `gpu_nodes[i]`, and where these are not known, or have fewer processors than workers, as
+    few nodes as can be.
     """
-    usable = allowed[: len(allowed) - kept_cpus(len(allowed), sum(ranks), processes)]
+    usable = usable_by_workers(allowed, sum(ranks), processes)
     places = gpu_nodes or [()] * len(ranks)
     near = [frozenset[int]().union(*[nodes.get(one, ()) for one in place]) for place in places]
     return [show_cpus(share) for share in deal_near(ranks, by_node(usable, nodes), near)]

@@ -19,6 +19,8 @@ from safetensors.numpy import save_file
 settings.register_profile("appliance", deadline=None)
 settings.load_profile("appliance")
 
+NOWHERE = Path("/nonexistent")
+
 CHECKPOINT_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -40,7 +42,8 @@ def pytest_configure() -> None:
     """
     gc.disable()
     # A machine whose ceilings were measured would expect other switches than tests do.
-    os.environ["XDG_STATE_HOME"] = "/nonexistent"
+    os.environ.pop("STATE_DIRECTORY", None)
+    os.environ["XDG_STATE_HOME"] = str(NOWHERE)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,6 +63,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the dashboard looks like now as what it has to look like",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_state_directory() -> Iterator[None]:
+    """Nor those of the packaged service, which a test's user may be allowed to write."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("appliance.memory.ceilings.stored.SYSTEM_DIRECTORY", NOWHERE)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -197,6 +197,14 @@ def why_no_images(
     return ""
 
 
+_CLIP: Final = "clip_vision_model"
+_CROPPING: Final = ("CLIP", "Llava")
+"""How classes are called that cut the middle out of an image, unless their settings say not to."""
+_SIDES: Final = ("height", "width")
+_USUAL_SIDE: Final = 224
+"""Where settings say none."""
+
+
 def _why_not_files(path: Path) -> str:
     """Of what prepares images and prompts."""
     if not any((path / name).exists() for name in _PROCESSORS):
@@ -209,27 +217,49 @@ def _why_not_files(path: Path) -> str:
 
 
 def _why_not_sizes(config: ModelConfig) -> str:
-    """Of families whose image processor scales to a size that its file states, and whose tower has
-    positions for another."""
+    """Of families whose image processor makes images of a size that its file states, and whose
+    tower has positions for another."""
     if config.architecture not in (_LLAVA, _MISTRAL3):
         return ""
     vision = config.whole.get("vision_config")
-    most = vision.get("image_size") if isinstance(vision, dict) else None
+    if not isinstance(vision, dict):
+        return ""
+    most = vision.get("image_size")
     if not isinstance(most, int):  # transformers has a default
         return ""
     try:
         settings = _processor(config.path)
     except (OSError, ValueError) as error:
         return f"{config.path}: what prepares images cannot be read: {error}"
-    for key in ("size", "crop_size"):
-        said = settings.get(key)
-        for side in said.values() if isinstance(said, dict) else [said]:
-            if isinstance(side, int) and side > most:
-                return (
-                    f"what prepares images makes them as large as {side} ({key}), and the model "
-                    f"has positions for {most} (image_size of vision_config)"
-                )
+    if vision.get("model_type") == _CLIP:
+        return _why_not_square(settings, most)
+    said = settings.get("size")
+    for side in said.values() if isinstance(said, dict) else [said]:
+        if isinstance(side, int) and side > most:
+            return (
+                f"what prepares images makes them as large as {side} (size), and the model "
+                f"has positions for {most} (image_size of vision_config)"
+            )
     return ""
+
+
+def _why_not_square(settings: Mapping[str, Any], side: int) -> str:
+    """Of a tower that reads squares of this side alone: vLLM counts their tokens by it, and takes
+    no others."""
+    kind = str(settings.get("image_processor_type") or _CROPPING[0])
+    cropped = settings.get("do_center_crop", kind.startswith(_CROPPING))
+    key = "crop_size" if cropped else "size"
+    said = settings.get(key, dict.fromkeys(_SIDES, _USUAL_SIDE))
+    if cropped and isinstance(said, int):
+        said = dict.fromkeys(_SIDES, said)
+    if not isinstance(said, dict):
+        said = {}
+    if all([said.get(name) == side for name in _SIDES]):
+        return ""
+    return (
+        f"what prepares images does not make them {side} x {side} ({key} has to say so), which is "
+        "the only size that the model reads (image_size of vision_config)"
+    )
 
 
 def _processor(path: Path) -> dict[str, Any]:
@@ -265,7 +295,7 @@ def _why_not_llava(config: ModelConfig) -> str:
     """Of this architecture there are models with several towers."""
     vision = config.whole.get("vision_config")
     tower = vision.get("model_type") if isinstance(vision, dict) else None
-    if tower not in ("clip_vision_model", "pixtral"):
+    if tower not in (_CLIP, "pixtral"):
         return f"no test serves {_LLAVA} with a tower of type {tower}"
     chosen = config.whole.get(_CHOSEN, "default")
     if tower == "pixtral" and chosen != "full":  # vLLM leaves out the first patch of a step

@@ -24,6 +24,7 @@ from appliance.memory.ceilings.stored import (
     check_place,
     machine_identity,
     own_ceilings,
+    who_reads,
     write_ceilings,
 )
 from appliance.platform.gpus import GpuFacts, GpusUnknown, driver_version, read_gpus
@@ -229,7 +230,7 @@ class _Measuring:
         except CeilingsError:  # of another machine, of another version, or damaged
             before = Ceilings(machine=machine)
         write_ceilings(path, before.updated(self._host, self._disks, self._gpus))
-        return ok(WHAT, f"written to {path}; a daemon reads them when it starts")
+        return ok(WHAT, f"written to {path}; {who_reads(self._config.devices.ceilings)}")
 
     def _ask(
         self, *, gpu: int | None = None, node: int | None = None, folders: tuple[str, ...] = ()

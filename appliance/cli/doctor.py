@@ -39,7 +39,12 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.kv_files import SUFFIX
 from appliance.memory.vmm_host import HostVmm
 from appliance.platform.admin_socket import UNIX, admin_path
-from appliance.platform.cpus import ALLOW_BINDING, binding_refusal
+from appliance.platform.cpus import (
+    ALLOW_BINDING,
+    binding_refusal,
+    front_end_count,
+    usable_by_workers,
+)
 from appliance.platform.gpus import GpusUnknown, driver_cuda_version
 from appliance.platform.numa import read_nodes
 from appliance.units import human
@@ -83,7 +88,10 @@ def examine(path: Path, *, verify: bool = False, ceilings: bool = False) -> Iter
         yield fail("processors", f"workers cannot be bound to theirs ({refused})", ALLOW_BINDING)
     if config.devices.cuda:
         numbers = [gpu for plan in plan_instances(config.devices) for gpu in plan.gpus]
-        yield from check_gpus(numbers, daemon.processes)
+        allowed = sorted(os.sched_getaffinity(0))
+        front_ends = front_end_count(config.api.processes, len(allowed))
+        cpus = usable_by_workers(allowed, len(numbers), front_ends)
+        yield from check_gpus(numbers, daemon.processes, cpus)
     elif len(nodes := read_nodes()) > 1:
         yield check_nodes([], nodes, os.sched_getaffinity(0))
     if ceilings:

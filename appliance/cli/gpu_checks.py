@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -62,11 +61,13 @@ def fitting_extra(cuda: Version) -> str | None:
 def check_gpus(
     numbers: Sequence[int],
     own_processes: frozenset[int] | None,
+    cpus: Collection[int],
     abilities: Callable[[str], Abilities] = read_abilities,
 ) -> Iterator[Finding]:
     """All checks of GPUs, for a daemon that has these of them.
 
     `own_processes` are those of the daemon that runs; None if one runs and they are not known.
+    `cpus` are the processors for workers.
     """
     try:
         driver, cuda, gpus = driver_version(), driver_cuda_version(), read_gpus()
@@ -81,7 +82,7 @@ def check_gpus(
         yield check_persistence(facts)
         yield check_users(facts, own_processes)
     if used:
-        yield check_nodes(used, read_nodes(), os.sched_getaffinity(0))
+        yield check_nodes(used, read_nodes(), cpus)
 
 
 def check_cuda(driver: str, cuda: Version, packages: CudaPackages) -> Finding:
@@ -202,8 +203,8 @@ def check_nodes(
     refused: Callable[[int], str] = refusal,
 ) -> Finding:
     """Whether workers can run, and take memory, on the NUMA nodes of their GPUs, or on any if they
-    have none. `cpus` are the processors that this user may use; `refused` says why memory of a node
-    cannot be asked for."""
+    have none. `cpus` are the processors for workers, of those that this user may use; `refused`
+    says why memory of a node cannot be asked for."""
     what = "numa"
     if len(nodes) < 2:
         return ok(what, "one node")
@@ -220,14 +221,17 @@ def check_nodes(
             "allow mbind(2) and set_mempolicy(2), in a container with the capability SYS_NICE, or "
             "set NUMAPolicy=interleave and NUMAMask=all in the service's unit",
         )
-    far = [place for place in places if nodes[place].isdisjoint(cpus)]
-    if far:
-        return warn(
-            what,
-            f"{found}, and this user may use no processor of node {far[0]}",
-            "allow processors of every node that has GPUs: AllowedCPUs=, CPUAffinity=, or the "
-            "container's cpuset",
-        )
+    for place in places:
+        usable = len(nodes[place].intersection(cpus))
+        workers = sum([facts.node == place for facts in used])
+        if usable < workers:
+            return warn(
+                what,
+                f"{found}, and workers may use {usable or 'no'} processor{'s' * (usable > 1)} of "
+                f"node {place}, which has {workers} of the GPUs: they run on any node",
+                "allow as many processors of every node as it has GPUs, and one more for each of "
+                "api.processes: AllowedCPUs=, CPUAffinity=, or the container's cpuset",
+            )
     return ok(what, f"{found}: workers and their memory are near, the host cache is on all of them")
 
 

@@ -198,7 +198,12 @@ def _whereabouts(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["draining"]:
         requests += "; takes no new ones"
     state = ": ".join([found["state"], *(found["failure"] or "").splitlines()[:1]])
-    return [("state", state), ("residency", places or "nowhere"), ("requests", requests)]
+    return [
+        ("state", state),
+        *([("groups", ", ".join(found["groups"]))] if found.get("groups") else ()),
+        ("residency", places or "nowhere"),
+        ("requests", requests),
+    ]
 
 
 def _count(number: int) -> str:

@@ -255,7 +255,12 @@ class Daemon:
             [(plan.groups[n] if plan.groups else "", plan.ranks_of(n)) for n in self.workers],
         )
         self._model_activities = ModelActivities(
-            machine, self.catalogue, self._requests.windows, self._counters.drafts, clock
+            machine,
+            self.catalogue,
+            self._requests.windows,
+            self._counters.drafts,
+            plan.groups,
+            clock,
         )
         self._kv_activities = KvActivities(machine.host, self._pools)
         self._gauges = Gauges(

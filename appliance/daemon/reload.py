@@ -273,11 +273,15 @@ class LiveConfig:
         if any(model.name == wanted for model in self._running.models):
             raise ModelExists(wanted)
         if numbers := differing_ranks(self._running.devices):  # before it costs a download
-            raise NotSaved(
+            wrong = (
                 f"groups of {numbers} ranks divide a model's weights differently, and a pull "
-                "cannot name groups: use `appliance pull --group NAME`, or add the model with "
-                "POST /api/models and its groups"
+                "cannot name groups"
             )
+            remedy = (
+                "use `appliance pull --group NAME`, or add the model with POST /api/models and its "
+                "groups"
+            )
+            raise ConfigError([Problem(str(self._admin.path), 1, "model.groups", wrong, remedy)])
         if folder is not None:
             self._check_stays(wanted, folder / folder_name(wanted))
         try:

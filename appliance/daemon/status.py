@@ -108,13 +108,16 @@ class ModelActivities:
         catalogue: ModelAdministration,
         windows: Mapping[ModelName, SloWindow],
         drafts: Mapping[ModelName, tuple[int, int]],
+        groups: Sequence[str],
         clock: Callable[[], float],
     ) -> None:
-        """A model without a window delivered nothing; `drafts` are `WorkCounters.drafts`."""
+        """A model without a window delivered nothing; `drafts` are `WorkCounters.drafts`, and
+        `groups[i]` is the group of instance i, "" if there are none."""
         self._machine = machine
         self._catalogue = catalogue
         self._windows = windows
         self._drafts = drafts
+        self._groups = groups
         self._clock = clock
 
     def cards(self, name: ModelName) -> list[ModelCard]:
@@ -166,6 +169,13 @@ class ModelActivities:
             state=self._state(name),
             failure=None if name in self._catalogue.removing else self._failure(name),
             residency=self._residency(name),
+            groups=tuple(
+                dict.fromkeys(
+                    group
+                    for number, group in enumerate(self._groups)
+                    if group and spec.fits(number)
+                )
+            ),
             running=running,
             waiting=waiting,
             draining=spec.draining,

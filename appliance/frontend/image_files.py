@@ -4,7 +4,6 @@ pieces of their head."""
 
 from __future__ import annotations
 
-import binascii
 import io
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import Final, NamedTuple
 
 import pybase64
 from PIL import Image, UnidentifiedImageError
+
+from appliance.frontend.body_values import base64_in
 
 MAX_IMAGE_BYTES: Final = 20 << 20
 MAX_PIXELS: Final = 40_000_000
@@ -65,8 +66,8 @@ def decoded_url(url: str) -> bytes:
     """The file in a data URL. Raises `BadImage` for other URLs, and for too many bytes."""
     if url[:5].lower() != "data:":
         raise BadImage("nothing is fetched from URLs: send the image as a data URL with base64")
-    head, comma, data = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
+    data = base64_in(url)
+    if data is None:
         raise BadImage('the data URL has no base64: send "data:image/png;base64,..."')
     return decoded_base64(data)
 
@@ -77,7 +78,7 @@ def decoded_base64(data: str) -> bytes:
         raise BadImage(f"more than {MAX_IMAGE_BYTES} bytes: send a smaller image")
     try:
         file = pybase64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise BadImage(f"no base64: {error}") from error
     if len(file) > MAX_IMAGE_BYTES:
         raise BadImage(f"more than {MAX_IMAGE_BYTES} bytes: send a smaller image")

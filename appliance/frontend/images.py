@@ -14,8 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-import msgspec
-
+from appliance.frontend.body_values import decoded
 from appliance.frontend.calls import Call
 from appliance.frontend.core import Core
 from appliance.frontend.image_files import BadImage, checked_size, decoded_base64, decoded_url
@@ -100,7 +99,7 @@ def find(path: str, fields: Mapping[str, Any]) -> list[Image]:
     """The images in a body for `path`. Raises `BadRequest` for parts that are neither text nor
     images."""
     if path == _GENERATE:
-        return list(_listed("images", _decoded(fields.get("images"))))
+        return list(_listed("images", decoded(fields.get("images"))))
     if path in _MESSAGES:
         name = "messages"
     elif path in _INPUTS:
@@ -108,21 +107,11 @@ def find(path: str, fields: Mapping[str, Any]) -> list[Image]:
     else:
         return []
     found: list[Image] = []
-    messages = _decoded(fields.get(name))
+    messages = decoded(fields.get(name))
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             found += _of_message(f"{name}[{i}]", message)
     return found
-
-
-def _decoded(raw: object) -> Any:
-    """A field's value; None if it is not there or cannot be read, which vLLM says."""
-    if not isinstance(raw, msgspec.Raw):
-        return None
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def _of_message(name: str, message: Mapping[str, Any]) -> Iterator[Image]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Final
 
 CPUINFO: Final = Path("/proc/cpuinfo")
+CPUS_PER_FRONT_END: Final = 8
+MOST_FRONT_ENDS: Final = 4
 ALLOW_BINDING: Final = "allow sched_setaffinity(2), in a container by its seccomp profile"
 
 _PACKED_WITH: Final[dict[str, tuple[frozenset[str], ...]]] = {
@@ -55,15 +57,41 @@ def deal_near(
     parts: Sequence[int], cpus: Sequence[int], near: Sequence[Collection[int]]
 ) -> list[list[int]]:
     """Deal processors out to members of so many `parts`: to each of those that it is `near` to, if
-    there are any, else of all. Members near the same processors share them, by their parts."""
+    these are as many as the parts near them, else of all. Members near the same processors share
+    them, by their parts."""
     groups: dict[frozenset[int], list[int]] = {}
     for member, wanted in enumerate(near):
         groups.setdefault(frozenset(cpus).intersection(wanted), []).append(member)
+    # Too few: several members would compute on one processor while others have many.
+    crowded = [
+        wanted
+        for wanted, members in groups.items()
+        if len(wanted) < sum([parts[member] for member in members])
+    ]
+    anywhere = sorted([member for wanted in crowded for member in groups.pop(wanted)])
     dealt: dict[int, list[int]] = {}
-    for wanted, members in groups.items():
-        of = [cpu for cpu in cpus if not wanted or cpu in wanted]
-        dealt |= zip(members, deal_cpus_by([parts[member] for member in members], of), strict=True)
+    for of, members in [*groups.items(), *([(frozenset(cpus), anywhere)] if anywhere else ())]:
+        shares = deal_cpus_by([parts[one] for one in members], [cpu for cpu in cpus if cpu in of])
+        dealt |= zip(members, shares, strict=True)
     return [dealt[member] for member in range(len(near))]
+
+
+def front_end_count(configured: int | str, cpus: int) -> int:
+    """How many front ends `api.processes` means on a machine with so many processors."""
+    if isinstance(configured, int):
+        return configured
+    return max(1, min(MOST_FRONT_ENDS, cpus // CPUS_PER_FRONT_END))
+
+
+def kept_cpus(cpus: int, workers: int, processes: int) -> int:
+    """How many processors the daemon has together with its front ends: one for each of these, if
+    there are more than workers; with too few all are shared."""
+    return max(0, min(processes, cpus - workers))
+
+
+def usable_by_workers(allowed: Sequence[int], workers: int, processes: int) -> Sequence[int]:
+    """The processors that are not kept for the daemon and its front ends (`processes`)."""
+    return allowed[: len(allowed) - kept_cpus(len(allowed), workers, processes)]
 
 
 def binding_refusal() -> str:

@@ -101,11 +101,17 @@ def prefer_node(node: int, call: Call = system_call) -> None:
 
 
 def stay_near(
-    cpus: Collection[int], nodes: Nodes | None = None, call: Call = system_call
+    cpus: Collection[int],
+    nodes: Nodes | None = None,
+    call: Call = system_call,
+    *,
+    computes: bool = False,
 ) -> int | None:
     """Have a process that is for these processors run, and take memory, on the node that has them,
     if that is one of several; answers that node. Call this before it starts threads.
 
+    Where it may use no other processors of that node, it runs on these; if it `computes` on them,
+    it stays where it is: other threads, such as those that copy, would take them from compute.
     What the system refuses is logged: the process works without, from farther memory.
     """
     nodes = read_nodes() if nodes is None else nodes
@@ -114,7 +120,8 @@ def stay_near(
         return None
     try:
         near = os.sched_getaffinity(0) & nodes[node]
-        os.sched_setaffinity(0, near or cpus)
+        if near or not computes:
+            os.sched_setaffinity(0, near or cpus)
     except OSError as error:
         log.warning("this process is not kept on processors of NUMA node %d: %s", node, error)
     try:

@@ -408,6 +408,8 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
     """Of one that failed: why, as its requests hear it."""
     residency: dict[str, str] = {}
+    groups: tuple[str, ...] = ()
+    """Of instances that can have it, in the order of the configuration; none if it has none."""
     running: int = 0
     waiting: int = 0
     draining: bool = False

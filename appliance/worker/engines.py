@@ -32,8 +32,9 @@ def engines(
 
     Of several ranks, each waits here for the others.
     """
-    stay_near(read_cpus(seat.cpus))
-    if configuration.device != "cpu":
+    on_cpu = configuration.device == "cpu"
+    stay_near(read_cpus(seat.cpus), computes=on_cpu)
+    if not on_cpu:
         return _engines_on_gpu(configuration, host, seat)
     from appliance.memory.vmm_host import HostVmm
 

@@ -7,7 +7,8 @@ Both take `--seed 1` and `--json F`.
 
 `daemon` disturbs a whole daemon (`benchmarks.endurance.daemon`); `memory` runs engines on two small
 pools in this process, under a random schedule (`benchmarks.endurance.memory`). Both compare every
-token with plain vLLM's. Exit status 1 if anything is wrong; it is listed under `complaints`.
+token, and every vector of an embedder, with plain vLLM's. Exit status 1 if anything is wrong; it is
+listed under `complaints`.
 """
 
 from __future__ import annotations

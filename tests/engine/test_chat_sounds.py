@@ -20,7 +20,7 @@ from appliance.engines.vllm.sound.arguments import sound_args
 from tests.configs import CONFIGS
 from tests.engine.conftest import plain_process
 from tests.engine.house import House, PlainAnswers, make_house
-from tests.engine.test_image_prompts import (
+from tests.engine.media_requests import (
     DEVICES,
     GREEDY,
     POOL,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,22 +16,34 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from appliance.checkpoints.drafts import Speculation
 from appliance.checkpoints.families import UnsupportedModel
+from appliance.checkpoints.language_models import why_no_images
 from appliance.checkpoints.model_config import read_model_config
-from appliance.config.schema import Devices, Model
+from appliance.config.schema import Model
 from appliance.config.sizing import least, read_model
 from appliance.engines.protocol import KvExhausted
 from appliance.engines.vllm.images.arguments import image_args
 from appliance.engines.vllm.images.prompts import ImagePrompts
 from appliance.engines.vllm.messages import decode_request
 from appliance.engines.vllm.seams import SeamMoved
-from appliance.units import Bytes, Memory
 from tests.configs import CONFIGS
 from tests.engine.conftest import plain_process
-from tests.engine.house import SLAB, House, PlainAnswers, Sampling, make_house, sequence
+from tests.engine.house import House, PlainAnswers, Sampling, make_house, sequence
+from tests.engine.media_requests import (
+    DEVICES,
+    GREEDY,
+    LENGTH,
+    POOL,
+    SLABS,
+    Requests,
+    add,
+    assert_nothing_kept,
+    finish,
+)
 from tests.engine.shrunken import make_shrunken
 from tests.engine.with_images import (
     GEMMA3,
     LLAMA4,
+    LLAVA,
     MISTRAL3,
     NAMES,
     PLAIN,
@@ -38,6 +51,7 @@ from tests.engine.with_images import (
     QWEN2_5,
     QWEN3,
     QWEN3_MOE,
+    SIDE,
     ImagePrompt,
     Picture,
     Prepared,
@@ -46,18 +60,14 @@ from tests.engine.with_images import (
     make_with_images,
 )
 
-CONTEXT, LENGTH, SLABS, MOST, BLOCK = 1024, 12, 48, 2, 32
+CONTEXT, MOST, BLOCK = 1024, 2, 32
 EXPERTS: Final = "mixtral-8x7b-instruct-v0.1"
-POOL: Final = 96
-"""Slabs: for the KV of all prompts at once, too."""
-DEVICES = Devices(kind="cpu", memory_bytes=Memory(POOL * SLAB), slab_bytes=Bytes(SLAB))
 WHOLE: Final = {
     "limit_mm_per_prompt": {"image": MOST, "video": 0},
     # Less to warm up with.
     **{"skip_mm_profiling": True, "max_num_batched_tokens": 1024, "max_num_seqs": 4},
 }
 """Arguments of plain vLLM."""
-GREEDY: Final = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,80 +92,6 @@ def asked(name: str) -> list[ImagePrompt]:
         ImagePrompt((*text[1], *image, *text[0]), (third,)),
         ImagePrompt((*text[2], *image, *text[3], *image, *text[0]), (other, third)),
     ]
-
-
-class Requests:
-    """Prompts with images of one model, their tokens so far, and the places of their KV."""
-
-    def __init__(self, house: House, name: str, prompts: Sequence[Prepared]) -> None:
-        self.house, self.name, self.engine = house, name, house.engines[name]
-        self.prompts = {f"{name}/{number}": prompt for number, prompt in enumerate(prompts)}
-        self.outputs: dict[str, list[int]] = {request: [] for request in self.prompts}
-        self.places: dict[str, tuple[int, ...]] = {}
-        self.move(house)
-
-    @property
-    def live(self) -> list[str]:
-        return [one for one, output in self.outputs.items() if len(output) < LENGTH]
-
-    def move(self, house: House) -> None:
-        """All begin anew in the engine of this house, behind what they have produced."""
-        for request in self.live:
-            if self.engine.knows(request):
-                self.engine.forget(request)
-        self.house, self.engine = house, house.engines[self.name]
-        for request in self.live:
-            tokens, features = self.prompts[request]
-            output = tuple(self.outputs[request])
-            spec = sequence(self.name, request, tokens, GREEDY, output, mm_features=features)
-            self.engine.add(spec)
-            self.places[request] = house.swap_places(self.engine, len(tokens) + LENGTH)
-
-    def take(self, produced: Sequence[Any]) -> None:
-        for one in produced:
-            self.outputs[one.request].append(one.token)
-
-    def prefill(self) -> None:
-        for request in self.live:
-            self.take(self.engine.prefill(request, SLABS))
-
-    def begin(self, request: str, like: str) -> None:
-        """One more request with the prompt of another, of which a step computes a part of the
-        first image."""
-        prompt = self.prompts[request] = self.prompts[like]
-        self.outputs[request] = []
-        spec = sequence(self.name, request, prompt.tokens, GREEDY, mm_features=prompt.features)
-        self.engine.add(spec)
-        self.engine.begin_load().wait()
-        self.engine.begin_prefill(request, SLABS)
-        assert not self.engine.step((), SLABS, [request], prompt.features[0].mm_position.offset + 2)
-
-    def turn(self, *, again: bool) -> None:
-        """Weights and KV in, three steps, everything out."""
-        self.engine.begin_load()  # images wait for what reads them
-        for request in self.live:
-            if again:
-                self.engine.swap_in(request, self.places[request], SLABS)
-            else:
-                self.take(self.engine.prefill(request, SLABS))
-        for _ in range(3):
-            self.take(self.engine.step(self.live, SLABS))
-        for request in self.live:
-            self.house.swap_out(self.engine, request, self.places[request])
-        assert self.engine.trim(0).slabs == 0
-        self.engine.evict_weights()
-        assert_nothing_kept(self.engine)
-
-
-def assert_nothing_kept(engine: Any) -> None:
-    """Of what the encoder made, in use or by vLLM."""
-    engine.trim(0)
-    assert engine.kv_use().image_bytes == 0
-    assert not engine._runner.encoder_cache
-    kept = engine._scheduler.encoder_cache_manager
-    left = kept.cached, kept.freeable, kept.request_cached_ids, kept.num_embeds_by_hash
-    assert not any(left)
-    assert kept.num_free_slots == kept.num_freeable_slots == kept.cache_size
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,29 +157,6 @@ between those of an image. What others do beside is to prepare and to encode ima
 EACH: Final = pytest.mark.parametrize("reader", WAYS, indirect=True)
 QWEN: Final = pytest.mark.parametrize("reader", [QWEN2_5], indirect=True)
 GEMMA: Final = pytest.mark.parametrize("reader", [GEMMA3], indirect=True)
-
-
-def add(engine: Any, request: str, prompt: Prepared, salt: str | None = None) -> None:
-    tokens, features = prompt
-    engine.add(
-        sequence(engine.model, request, tokens, GREEDY, mm_features=features, cache_salt=salt)
-    )
-
-
-def finish(engine: Any, prompts: Sequence[Prepared], chunk: int) -> list[list[int]]:
-    """Outputs of prompts that are computed together, so many tokens in a step."""
-    outputs: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    for request, prompt in zip(outputs, prompts, strict=True):
-        add(engine, request, prompt)
-        engine.begin_prefill(request, SLABS)
-    while any(len(output) < LENGTH for output in outputs.values()):
-        live = [one for one, output in outputs.items() if 0 < len(output) < LENGTH]
-        beginning = [one for one, output in outputs.items() if not output]
-        for produced in engine.step(live, SLABS, beginning, chunk):
-            outputs[produced.request].append(produced.token)
-    assert_nothing_kept(engine)
-    engine.trim(0)
-    return list(outputs.values())
 
 
 @EACH
@@ -581,6 +494,50 @@ def test_models_of_text_refuse_images(
     prompt = preparer.prepare(*asked(QWEN2_5)[1])
     with pytest.raises(ValueError, match="served for text only: its `images` is 0"):
         engine.add(sequence("text", "image", prompt.tokens, GREEDY, mm_features=prompt.features))
+
+
+SQUARE = {"height": SIDE, "width": SIDE}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sides"),
+    [
+        ({}, (SIDE, SIDE)),
+        ({"crop_size": SIDE}, (SIDE, SIDE)),
+        ({"size": {"shortest_edge": 2 * SIDE}}, (SIDE, SIDE)),
+        ({"image_processor_type": "LlavaImageProcessor"}, (SIDE, SIDE)),
+        ({"do_center_crop": False, "size": SQUARE}, (SIDE, SIDE)),
+        ({"image_processor_type": "SiglipImageProcessor", "size": SQUARE}, (SIDE, SIDE)),
+        ({"crop_size": SIDE // 2}, (SIDE // 2, SIDE // 2)),
+        ({"crop_size": {"height": SIDE, "width": SIDE // 2}}, (SIDE, SIDE // 2)),
+        ({"crop_size": ...}, (224, 224)),
+        ({"crop_size": None}, None),
+        ({"do_center_crop": False}, (SIDE, 70)),
+        (
+            {"do_center_crop": False, "size": {"height": SIDE // 2, "width": SIDE // 2}},
+            (SIDE // 2, SIDE // 2),
+        ),
+    ],
+    ids=str,
+)
+def test_llava_reads_images_of_one_size(
+    tmp_path: Path, settings: dict[str, Any], sides: tuple[int, int] | None
+) -> None:
+    """What prepares images makes some of these `sides`, or fails; an engine would refuse each that
+    is no square of the tower's, so `config check` refuses what makes another. `...` leaves out."""
+    path = Path(make_with_images(tmp_path, LLAVA))
+    file = path / "preprocessor_config.json"
+    said = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({key: said[key] for key in said if said[key] is not ...}))
+    prompt = (3, *image_tokens(LLAVA), 4)
+
+    if sides is None:
+        with pytest.raises(ValueError, match="Failed to apply LlavaProcessor"):
+            Preparer(str(path), 1).prepare(prompt, (Picture(1, 150, 120),))
+    else:
+        _, (feature,) = Preparer(str(path), 1).prepare(prompt, (Picture(1, 150, 120),))
+        assert tuple(feature.data["pixel_values"].data.shape) == (3, *sides)
+    assert (why_no_images(read_model_config(path)) == "") == (sides == (SIDE, SIDE))
 
 
 @QWEN

@@ -24,6 +24,7 @@ from appliance.config.sizing import least, read_model
 from tests.configs import CONFIGS
 from tests.engine.conftest import plain_process
 from tests.engine.house import House, PlainAnswers, make_house
+from tests.engine.media_requests import DEVICES, GREEDY, POOL, SLABS, Requests
 from tests.engine.player import Player, prompts
 from tests.engine.quantizing import (
     awq_config,
@@ -35,17 +36,7 @@ from tests.engine.quantizing import (
     w8a8_config,
 )
 from tests.engine.shrunken import make_shrunken
-from tests.engine.test_image_prompts import (
-    CONTEXT,
-    DEVICES,
-    GREEDY,
-    MOST,
-    POOL,
-    SLABS,
-    WHOLE,
-    Requests,
-    asked,
-)
+from tests.engine.test_image_prompts import CONTEXT, MOST, WHOLE, asked
 from tests.engine.test_language_models import ALONE
 from tests.engine.test_language_models import NAMES as EVERY
 from tests.engine.test_quantized import label, quantized

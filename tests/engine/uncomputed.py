@@ -6,6 +6,7 @@ What a model needs besides its weights to compute (kernels, a KV cache) is not b
 
 from __future__ import annotations
 
+import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 
 from appliance.checkpoints.model_config import read_model_config
-from appliance.engines.vllm import engine
 from appliance.engines.vllm.device import HostDevice
-from appliance.engines.vllm.weights import packed
+from appliance.engines.vllm.engine import configure, headers_of
+from appliance.engines.vllm.executor import ensure_expert_group
 from appliance.engines.vllm.weights.placed import PlacedWeights
 from appliance.engines.vllm.weights.recipe import LOAD_FORMAT, recording
 from appliance.vocabulary import Task
@@ -113,7 +114,7 @@ def place_weights(house: House, path: str, dtype: str) -> WeightsAlone:
     from vllm.model_executor.model_loader import get_model
 
     config = _configure(path, dtype, LOAD_FORMAT)
-    headers = engine._headers(read_model_config(Path(path)), Task.GENERATE, 0, None)
+    headers = headers_of(read_model_config(Path(path)), Task.GENERATE, 0, None)
     with recording(*headers) as recorded, set_current_vllm_config(config):
         model = get_model(vllm_config=config)
     placed = PlacedWeights.place(
@@ -144,9 +145,14 @@ def plain_weights(path: str, dtype: str, placed: PlacedWeights) -> dict[str, byt
     with set_current_vllm_config(config):
         model = get_model(vllm_config=config)
     made = _parameters(model)
-    for name in placed.packings:
-        with packed._reordered(model.get_parameter(name).data) as (data, _):
-            made[name] = data.numpy().tobytes()
+    for name, packing in placed.packings.items():
+        pieces: list[bytes] = []
+
+        def keep(address: int, nbytes: int, pieces: list[bytes] = pieces) -> None:
+            pieces.append(ctypes.string_at(address, nbytes))
+
+        packing.pack(model.get_parameter(name).data, keep)
+        made[name] = b"".join(pieces)
     return made
 
 
@@ -154,9 +160,9 @@ def _configure(path: str, dtype: str, load_format: str) -> Any:
     chosen = {"max_model_len": 1024, "max_num_seqs": 16, "max_logprobs": 20}
     checkpoint = read_model_config(Path(path))
     about = (1, checkpoint, Task.GENERATE, HostDevice(), (0, 0))
-    config = engine._configure(about, dtype=dtype, **chosen)
+    config = configure(about, dtype=dtype, **chosen)
     config.load_config.load_format = load_format
-    engine.ensure_expert_group(config)
+    ensure_expert_group(config)
     return config
 
 

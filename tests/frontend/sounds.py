@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,15 @@ WORDS: Final = (
     *(f"<|{hundredths / 100:.2f}|>" for hundredths in range(0, 3001, 2)),
 )
 """What Whisper's tokenizer has besides text."""
+
+
+class Samples(NamedTuple):
+    """A sound as `SoundPreparer` and `ChatPreparer` take it."""
+
+    values: Any
+
+    def samples(self) -> Any:
+        return self.values
 
 
 def make_transcriber(path: Path) -> Path:

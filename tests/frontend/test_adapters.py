@@ -13,7 +13,10 @@ import pytest_asyncio
 from appliance.engines.vllm.messages import decode_request
 from appliance.service.front_frames import Entered, FrontModel, Submit
 from tests.frontend.conftest import model_at
+from tests.frontend.served_here import http
 from tests.frontend.stand_in_core import StandInCore, front_end
+
+__all__ = ["http"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,12 +38,6 @@ async def core(front: StandInCore) -> StandInCore:
     front.script()
     front.frames.clear()
     return front
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
-        yield client
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -20,8 +20,11 @@ from appliance.service.front_frames import FetchImage, Submit
 from tests.engine.with_sound import ChatPreparer
 from tests.frontend.conftest import model_at
 from tests.frontend.pictures import encoded, picture, url_of
-from tests.frontend.sounds import RATE, file_of, make_hearer, tone
+from tests.frontend.served_here import core, http
+from tests.frontend.sounds import RATE, Samples, file_of, make_hearer, tone
 from tests.frontend.stand_in_core import StandInCore, front_end
+
+__all__ = ["core", "http"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,20 +46,6 @@ async def shared(checkpoint: Path) -> AsyncIterator[StandInCore]:
     ]
     async with front_end(models, max_body_bytes=32 << 20) as core:
         yield core
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def core(shared: StandInCore) -> StandInCore:
-    await shared.quiet()
-    shared.frames.clear()
-    shared.script()
-    return shared
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
-        yield client
 
 
 def chat(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -86,16 +75,6 @@ def features(submit: Submit) -> list[tuple[str, str, int, Any]]:
         for feature in request.mm_features or ()
         if feature.data is not None
     ]
-
-
-class Samples:
-    """What `ChatPreparer` takes."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-
-    def samples(self) -> Any:
-        return self._values
 
 
 async def test_sounds_are_prepared_as_plain_vllm_prepares_them(

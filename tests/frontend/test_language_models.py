@@ -15,7 +15,10 @@ from appliance.service.front_frames import Submit
 from tests.configs import CONFIGS
 from tests.engine.shrunken import shrunken
 from tests.frontend.conftest import like, model_at
+from tests.frontend.served_here import http
 from tests.frontend.stand_in_core import StandInCore, front_end
+
+__all__ = ["http"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,12 +53,6 @@ async def core(generator: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     models = [model_at(path, name) for name, path in paths.items()]
     async with front_end([*models, model_at(generator, "talker")]) as core:
         yield core
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
-        yield client
 
 
 @pytest.mark.parametrize("name", NAMES)

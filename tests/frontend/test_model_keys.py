@@ -20,7 +20,10 @@ from appliance.engines.vllm.messages import decode_request, encode_output
 from appliance.service.front_frames import Enter, FrontModel, Submit
 from appliance.vocabulary import Task
 from tests.frontend.conftest import like, model_at
+from tests.frontend.served_here import http
 from tests.frontend.stand_in_core import StandInCore, front_end
+
+__all__ = ["http"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -67,12 +70,6 @@ async def core(front: StandInCore) -> StandInCore:
     front.script()
     front.frames.clear()
     return front
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
-        yield client
 
 
 def each_token(core: StandInCore, width: int) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import httpx
 import numpy as np
@@ -31,8 +31,11 @@ from appliance.service.front_frames import Leave, Refused, Submit
 from appliance.vocabulary import FinishReason, Task
 from tests.engine.with_sound import SoundPreparer
 from tests.frontend.conftest import model_at
-from tests.frontend.sounds import CONTEXT, RATE, file_of, make_transcriber, tone
+from tests.frontend.served_here import core, http
+from tests.frontend.sounds import CONTEXT, RATE, Samples, file_of, make_transcriber, tone
 from tests.frontend.stand_in_core import StandInCore, front_end
+
+__all__ = ["core", "http"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,20 +58,6 @@ async def shared(whisper: Path, generator: Path) -> AsyncIterator[StandInCore]:
         yield core
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def core(shared: StandInCore) -> StandInCore:
-    await shared.quiet()
-    shared.frames.clear()
-    shared.script()
-    return shared
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
-        yield client
-
-
 def form(file: bytes, **fields: str) -> dict[str, Any]:
     return {
         "files": {"file": ("said.wav", file)},
@@ -88,15 +77,6 @@ def features(submit: Submit) -> tuple[str, int, Any]:
     place = feature.mm_position
     assert place.offset == 0
     return feature.modality, place.length, feature.data["input_features"].data.numpy()
-
-
-class Samples(NamedTuple):
-    """What `SoundPreparer` takes."""
-
-    values: Any
-
-    def samples(self) -> Any:
-        return self.values
 
 
 @pytest.fixture(scope="module")

@@ -39,13 +39,16 @@ def _marks(key: str, row: Document, context: ViewContext) -> str:
 
 
 def _places(key: str, row: Document, context: ViewContext) -> str:
-    """The instances on which it is, or comes."""
+    """The instances on which it is, or comes; in brackets the groups that can have it."""
     places = {"loaded": "", "loading": "↓"}
-    return " ".join(
+    found = [
         f"{instance}{places[stage]}"
         for instance, stage in row.get("residency", {}).items()
         if stage in places
-    )
+    ]
+    if groups := row.get("groups"):
+        found.append(f"({', '.join(groups)})")
+    return " ".join(found)
 
 
 def _state_style(state: Any, context: ViewContext) -> str:

@@ -40,9 +40,14 @@ class Heads(NamedTuple):
 
 def sharing_layers(config: ModelConfig) -> int:
     """How many of the last layers keep nothing, but read what a layer before them keeps. Raises
-    `CheckpointError` if that leaves no layer."""
+    `CheckpointError` if that leaves no layer, and for what transformers does not take."""
     shared = config.get("num_kv_shared_layers")
     if shared is None:
+        if config.model_type in UNEQUAL:  # transformers has a number where the file has no key
+            raise CheckpointError(
+                f"{config.path / CONFIG}: num_kv_shared_layers is null; write a number, or take "
+                "the file as it was published"
+            )
         return 0
     layers = config.integer("num_hidden_layers")
     if type(shared) is not int or not 0 <= shared < layers:

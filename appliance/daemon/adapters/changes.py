@@ -1,8 +1,8 @@
 """Adapters are put to the places that a model has for them, and places are cleared again.
 
 A place is written on every device that has the model's weights, and in its master image. Workers
-write, each as often as it is asked to; what they write is the same bytes. All of them are asked,
-at least twice:
+write, each as often as it is asked to; what they write is the same bytes. All workers that can have
+the model are asked, at least twice:
 
     1. from its answer on, no worker fills an image as the model was before
     2. so what is written now stays; again, while an instance came to load from the image meanwhile
@@ -240,7 +240,7 @@ class AdapterChanges:
         def message(number: int) -> frames.PutAdapters:
             return frames.PutAdapters(number, model.name, model.adapters, (slot,))
 
-        asked = self._up()
+        asked = self._up(model.name)
         answers = await self._calls.call(asked, message, ANSWER_SECONDS)
         for instance in asked:
             if instance not in answers:
@@ -257,14 +257,21 @@ class AdapterChanges:
         image = self._attached(message.model).get(instance, False)
         self._pass_on(instance, msgspec.structs.replace(message, image=image))
 
-    def _up(self) -> Collection[InstanceId]:
-        return [instance.id for instance in self._machine.instances.values() if instance.up]
+    def _up(self, model: ModelName) -> Collection[InstanceId]:
+        """The instances that are up, of those that can have the model."""
+        served = self._catalogue.served.get(model)
+        return [
+            instance.id
+            for instance in self._machine.instances.values()
+            if instance.up and (served is None or served.spec.fits(instance.id))
+        ]
 
     def _attached(self, model: ModelName) -> dict[InstanceId, bool]:
-        """Of each instance that is up, whether it loads the model from the image that there is."""
+        """Of each instance that is up and can have the model, whether it loads the model from the
+        image that there is."""
         master = self._machine.weight_cache.get(model)
         found = {}
-        for number in self._up():
+        for number in self._up(model):
             engine = self._machine.instances[number].engines.get(model)
             found[number] = (
                 master is not None

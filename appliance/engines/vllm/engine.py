@@ -210,11 +210,11 @@ class VllmEngine:
         """
         checkpoint, where = read_model_config(Path(path)), device or HostDevice()
         media = (prompt_images, prompt_sounds)
-        headers = _headers(checkpoint, task, max(media), speculation)
+        headers = headers_of(checkpoint, task, max(media), speculation)
         lora = BaseAdapters.read(checkpoint, adapters, adapter_room, task, ranks, where)
         kept_as = (path, dtype, ranks, adapters, adapter_room, embedding_task)
         shelf = images.shelf(*kept_as) if images else None
-        config = _configure(
+        config = configure(
             (ranks, checkpoint, task, where, media),
             dtype=dtype,
             max_model_len=max_context,
@@ -564,7 +564,7 @@ class VllmEngine:
         self._scheduler.finished_req_ids.discard(request)
 
 
-def _configure(
+def configure(
     about: tuple[int, ModelConfig, Task, Device, tuple[int, int]], **chosen: Any
 ) -> VllmConfig:
     """vLLM's configuration of an engine: `chosen` for it, the rest follows from what it is `about`:
@@ -615,11 +615,11 @@ def _configure(
     return config
 
 
-def _headers(
+def headers_of(
     checkpoint: ModelConfig, task: Task, media: int, speculation: Speculation | None
 ) -> tuple[Sequence[WeightFile], Sequence[WeightFile], Sequence[WeightFile]]:
     """Of a checkpoint's files, with the tensors that are loaded, of those of dense layers behind
-    the pooling, and of those of a head that drafts."""
+    the pooling, and of those of a head that drafts. Raises `CheckpointError`."""
     path, architecture = checkpoint.path, checkpoint.architecture
     files = [read_header(file) for file in weight_files(path)]
     if not media:

@@ -6,15 +6,14 @@ What is not found here, vLLM is not given either (`appliance.frontend.serving.me
 
 from __future__ import annotations
 
-import binascii
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import pybase64
 
 from appliance.checkpoints.architectures.chat_sounds import SECONDS
+from appliance.frontend.body_values import base64_in, decoded
 from appliance.frontend.sound.files import MAX_VALUES, BadSound, checked_length
 from appliance.frontend.sound.forms import BYTES_A_SECOND
 from appliance.http.errors import BadRequest
@@ -82,8 +81,8 @@ def decoded_url(url: str) -> bytes:
         raise BadSound(
             f"no sound is fetched from URLs: send it as input_audio, or as a data URL ({_EXAMPLE})"
         )
-    head, comma, data = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
+    data = base64_in(url)
+    if data is None:
         raise BadSound(f"the data URL has no base64: send {_EXAMPLE}")
     return _decoded_base64(data)
 
@@ -91,7 +90,7 @@ def decoded_url(url: str) -> bytes:
 def _decoded_base64(data: str) -> bytes:
     try:
         return pybase64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise BadSound(f"it is no base64 ({error}): send the file in base64") from error
 
 
@@ -117,7 +116,7 @@ def find(path: str, fields: Mapping[str, Any], most: int) -> tuple[ChatSound, ..
 
 def _parts(field: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The parts of all messages, by their names."""
-    messages = _messages(fields.get(field))
+    messages = decoded(fields.get(field))
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         parts = message.get("content") if isinstance(message, dict) else None
         for j, part in enumerate(parts if isinstance(parts, list) else ()):
@@ -128,16 +127,6 @@ def _parts(field: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping
 def _fields_of_sound(part: Mapping[str, Any]) -> set[str]:
     """Those that make it one."""
     return {one for one in ("input_audio", "audio_url") if part.get("type") == one or one in part}
-
-
-def _messages(raw: object) -> Any:
-    """None if it is not there or cannot be read, which vLLM says."""
-    if not isinstance(raw, msgspec.Raw):
-        return None
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def _of_part(name: str, part: Mapping[str, Any]) -> Iterator[ChatSound]:

@@ -160,16 +160,31 @@ def ceilings_path(configured: str) -> Path | None:
     """Where the file is of which `devices.ceilings` is this; None for nowhere. By itself it is in
     the state directory that systemd gave, the one of the packaged service if this user may write
     there, or that of the user."""
+    return _place(configured)[0]
+
+
+def who_reads(configured: str) -> str:
+    """Which daemons read the file at `ceilings_path`: for an admin who wrote one."""
+    return _place(configured)[1]
+
+
+def _place(configured: str) -> tuple[Path | None, str]:
+    """Where the file is, and who reads it."""
     if configured != AUTO:
-        return Path(configured) if configured else None
+        path = Path(configured) if configured else None
+        return path, "a daemon with this configuration reads them when it starts"
     if given := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
-        return Path(given, NAME)
+        return Path(given, NAME), "a daemon with this state directory reads them when it starts"
     if os.access(SYSTEM_DIRECTORY, os.W_OK):
-        return SYSTEM_DIRECTORY / NAME
+        return SYSTEM_DIRECTORY / NAME, "the service reads them when it starts"
+    who = (
+        "a daemon that this user starts reads them when it starts; the packaged service reads "
+        f"those in {SYSTEM_DIRECTORY}, which its user or root measures"
+    )
     if users := os.environ.get("XDG_STATE_HOME", ""):
-        return Path(users, "appliance", NAME)
+        return Path(users, "appliance", NAME), who
     home = os.environ.get("HOME", "")
-    return Path(home, ".local", "state", "appliance", NAME) if home else None
+    return (Path(home, ".local", "state", "appliance", NAME) if home else None), who
 
 
 def read_ceilings(path: Path) -> Ceilings:
@@ -211,8 +226,9 @@ def check_place(path: Path) -> None:
 
 
 def _contents(path: Path, *, trusted: bool = False) -> bytes:
-    """Some of a file, more than one may have at most. Raises `FileNotFoundError`, and
-    `CeilingsError` for what cannot be read or, if it is to be `trusted`, is not."""
+    """Some of a file, more than one may have at most. Raises `FileNotFoundError`, also where a
+    parent is no folder, as with ``HOME=/dev/null``, and `CeilingsError` for what cannot be read or,
+    if it is to be `trusted`, is not."""
     try:
         # Without O_NONBLOCK the daemon would wait for a process that writes into a FIFO.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if trusted else 0)
@@ -226,6 +242,8 @@ def _contents(path: Path, *, trusted: bool = False) -> bytes:
             os.close(descriptor)
     except FileNotFoundError:
         raise
+    except NotADirectoryError as error:
+        raise FileNotFoundError(errno.ENOENT, error.strerror, str(path)) from error
     except OSError as error:
         if error.errno == errno.ELOOP:
             why = "is a symbolic link; remove it, or set devices.ceilings to the file that it names"

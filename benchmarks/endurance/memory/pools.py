@@ -124,7 +124,9 @@ class Pools:
         engines = self.instances[0].engines
         self._weight_bytes = sum(e.weight_slabs * slab_bytes for e in engines.values())
         self._shapes = {
-            name: f"{engine.kv.block_bytes // 1024} KiB" for name, engine in engines.items()
+            name: f"{engine.kv.block_bytes // 1024} KiB"
+            for name, engine in engines.items()
+            if engine.kv.blocks(1)  # an encoder keeps none
         }
         self._poison(range(0, host_bytes, slab_bytes), slab_bytes)
         self._count_hits()
@@ -313,10 +315,10 @@ class Pools:
                 job.leaving = None
         use: dict[str, tuple[int, int]] = {}
         for instance in self.instances:
-            for model, engine in instance.engines.items():
-                used, there = use.get(self._shapes[model], (0, 0))
-                pool = engine._cache.pool
-                use[self._shapes[model]] = used + pool.held_bytes, there + pool.mapped_bytes
+            for model, shape in self._shapes.items():
+                used, there = use.get(shape, (0, 0))
+                pool = instance.engines[model]._cache.pool
+                use[shape] = used + pool.held_bytes, there + pool.mapped_bytes
         self.device_use.look(use)
         host = {f"{size // 1024} KiB": both for size, both in self.ledger.kv_use().items()}
         self.host_use.look(host)

@@ -13,6 +13,7 @@ from typing import Final
 from appliance.demo.checkpoints import make_checkpoints
 from appliance.engines.protocol import Produced
 from appliance.memory.arena import PoolExhausted
+from appliance.vocabulary import Task
 from benchmarks.endurance.memory.kinds import Served, make_kinds
 from benchmarks.endurance.memory.pools import BATCH, Instance, Job, Pools, Stuck
 from benchmarks.endurance.memory.texts import LONGEST, RECIPES, STEM, Text, answered
@@ -425,6 +426,14 @@ class RandomSchedule(Pools):
                 del self._jobs[job.name]
 
 
+def described(models: Sequence[Served]) -> str:
+    """What is run, and what of it is compared with plain vLLM."""
+    tasks = {model.task for model in models}
+    made = {Task.GENERATE: "tokens", Task.EMBED: "vectors"}
+    compared = " and ".join([word for task, word in made.items() if task in tasks])
+    return f"{len(models)} models on two pools, a random schedule, {compared} compared"
+
+
 def endure(
     seed: int,
     seconds: float,
@@ -446,7 +455,7 @@ def endure(
         schedule.run(seconds, operations)
         schedule.finish()
     return {
-        "what": f"{len(models)} models on two pools, a random schedule, tokens compared",
+        "what": described(models),
         "seed": seed,
         **schedule.report(),
         "prompts_left_out": dropped,

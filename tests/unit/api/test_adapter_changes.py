@@ -273,6 +273,27 @@ async def test_a_worker_that_cannot_read_it_changes_nothing(
 
 
 @pytest.fixture
+def grouped(path: Path) -> None:
+    """Each instance is a group of its own."""
+    names = "".join([f'[[devices.group]]\nname = "{name}"\n\n' for name in ("one", "two")])
+    path.write_text(CONFIG.replace("[catalog]", f"{names}[catalog]"), encoding="utf-8")
+
+
+@pytest.mark.usefixtures("grouped")
+async def test_only_instances_that_can_have_the_model_are_asked(box: Box, app: Litestar) -> None:
+    """Those of its groups: another one need not answer, and may not refuse."""
+    box.workers[0].refuses_adapters = "a model that this instance never has"
+    async with unserved(app) as client:
+        added = await client.post("/api/models", json={**NEW, "groups": ["two"]})
+        box.settle()
+        answer = await load(client, "legal")
+
+    assert (added.status_code, answer.status_code) == (200, 200), answer.text
+    assert put(box, 0) == []
+    assert len(put(box, 1)) >= 2
+
+
+@pytest.fixture
 async def stuck(
     box: Box, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> httpx.Response:

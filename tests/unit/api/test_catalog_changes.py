@@ -365,12 +365,16 @@ async def test_a_model_is_added_to_groups(grouped: Path, client: httpx.AsyncClie
 
 @pytest.mark.usefixtures("grouped")
 async def test_a_pull_without_groups_fetches_nothing(client: httpx.AsyncClient, path: Path) -> None:
-    """If groups differ in ranks: it would be refused once all of it was there."""
+    """If groups differ in ranks: it would be refused once all of it was there, as what is added
+    is, with the same status and code."""
     source = str(path.parent / "new")
 
     refused = await client.post("/api/pull", json={"model": source, "stream": False})
+    added = await client.post("/api/models", json={"name": "new", "path": "new"})
 
-    assert "groups of 1 and 2 ranks" in refused.json()["error"]
+    assert refused.status_code == added.status_code == 422, refused.text
+    assert added.json()["error"]["code"] == "config"
+    assert "model.groups: groups of 1 and 2 ranks" in refused.json()["error"]
     assert not (path.parent / "models").exists()
 
 

@@ -46,7 +46,8 @@ def settings(
     models = "".join(
         f'[[model]]\nname = "{name}"\npath = "tiny"\nmax_context = 256\n' for name in "ab"
     )
-    path.write_text(f'[devices]\nmemory = "8MiB"\n[catalog]\nfolder = "models"\n{models}')
+    devices = '[devices]\nmemory = "8MiB"\n[[devices.group]]\nname = "single"\n'
+    path.write_text(f'{devices}[catalog]\nfolder = "models"\n{models}')
     monkeypatch.chdir(tmp_path)
     return LiveConfig(box.daemon, load_config(path), path)
 

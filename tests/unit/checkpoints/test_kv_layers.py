@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from appliance.checkpoints import kv_layers as kv_layers_module
 from appliance.checkpoints.kv_layers import KvLayers, kv_heads, kv_layers
@@ -397,6 +399,16 @@ def test_heads_of_each_layer(tmp_path: Path) -> None:
     assert (found.token_bytes, found.window_token_bytes) == (2 * 2 * 256 * 2, 2 * 2 * 128 * 2)
     alike = gemma_4(tmp_path, per_layer_config=None)
     assert (alike.token_bytes, alike.window_token_bytes) == (2 * 2 * 256 * 2, 0)
+
+
+@pytest.mark.parametrize("name", ["gemma-3n-e2b-text", "gemma-4-e4b-text"])
+def test_null_is_no_number_of_layers(tmp_path: Path, name: str) -> None:
+    """transformers does not read such a file, so no engine is built of it."""
+    config = config_of(tmp_path, {**CONFIGS[name], "num_kv_shared_layers": None})
+    with pytest.raises(StrictDataclassFieldValidationError, match="expected int, got NoneType"):
+        AutoConfig.from_pretrained(config.path)
+    with pytest.raises(CheckpointError, match="num_kv_shared_layers is null; write a number"):
+        kv_layers(config, BF16, cuda=False)
 
 
 @pytest.mark.parametrize("shared", [9, 11, 14])

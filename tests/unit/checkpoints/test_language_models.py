@@ -312,8 +312,9 @@ def test_images_are_refused_where_they_cannot_be_read(
 
 
 def with_files(folder: Path, config: dict[str, Any], *files: str) -> Path:
+    """As LLaVA's are published; others leave the key out."""
     for name in files:
-        (folder / name).write_text("{}")
+        (folder / name).write_text('{"crop_size": 336}')
     return write(folder, config)
 
 
@@ -394,11 +395,13 @@ def test_readers_with_what_is_not_computed(
         ("pixtral-12b", 1, {"size": {"longest_edge": 1540}}, ""),
         ("mistral-small-3.1-24b-instruct-2503", 0, {"size": {"longest_edge": 2048}}, "for 1540"),
         ("llava-1.5-7b-hf", 0, {"crop_size": {"height": 336, "width": 336}}, ""),
-        ("llava-1.5-7b-hf", 0, {"crop_size": 448}, "as large as 448 (crop_size)"),
-        ("llava-1.5-7b-hf", 0, [], ""),
+        ("llava-1.5-7b-hf", 0, {"crop_size": 448}, "does not make them 336 x 336 (crop_size has"),
+        ("llava-1.5-7b-hf", 0, {"crop_size": 168}, "does not make them 336 x 336 (crop_size has"),
+        ("llava-1.5-7b-hf", 0, [], "does not make them 336 x 336 (crop_size has"),
+        ("llava-1.5-7b-hf", 0, {"do_center_crop": False}, "does not make them 336 x 336 (size has"),
     ],
 )
-def test_images_are_prepared_no_larger_than_the_tower_takes(
+def test_images_are_prepared_as_the_tower_takes_them(
     tmp_path: Path, name: str, file: int, settings: Any, wrong: str
 ) -> None:
     path = write(tmp_path, CONFIGS[name])

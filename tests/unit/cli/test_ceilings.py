@@ -27,6 +27,7 @@ from appliance.memory.ceilings.stored import (
     MemoryCeilings,
     machine_identity,
     read_ceilings,
+    who_reads,
     write_ceilings,
 )
 from appliance.serve import expected_load_rate
@@ -131,6 +132,7 @@ def test_all_that_is_free_is_measured_and_stored(two_gpus: Config) -> None:
         "less than 3.0 GB/s, by reading 1GiB, 25% of them from the page cache"
         in found[f"ceilings of the disk of {folder}"].finding
     )
+    assert found["ceilings"].finding.endswith("; " + who_reads(two_gpus.devices.ceilings))
     stored = read_ceilings(Path(two_gpus.devices.ceilings))
     assert [(gpu.uuid, gpu.driver, gpu.at) for gpu in stored.gpus] == [
         ("GPU-0", "580.1", NOW), ("GPU-1", "580.1", NOW)

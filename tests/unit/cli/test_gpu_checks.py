@@ -238,7 +238,8 @@ NODES = {0: frozenset({0, 2}), 1: frozenset({1, 3})}
     [
         ([GPU], {0: frozenset({0})}, {0}, "", Level.OK, "one node"),
         ([GPU], {}, {0}, "", Level.OK, "one node"),
-        ([GPU, GPU], NODES, {0, 1}, "", Level.OK, "GPUs on node 0 of 2: workers"),
+        ([GPU, GPU], NODES, {0, 1, 2}, "", Level.OK, "GPUs on node 0 of 2: workers"),
+        ([GPU, GPU], NODES, {0, 1, 3}, "", Level.WARN, "use 1 processor of node 0, which has 2 of"),
         ([GPU, GPU._replace(node=1)], NODES, {0, 1}, "", Level.OK, "GPUs on nodes 0, 1 of 2"),
         ([GPU._replace(node=None)], NODES, {0}, "", Level.OK, "2 nodes: workers"),
         ([], NODES, {0}, "", Level.OK, "2 nodes: workers"),
@@ -275,7 +276,7 @@ def test_only_the_gpus_of_instances_are_checked(monkeypatch: pytest.MonkeyPatch)
     nvml.users[1] = [99]
     nvml.lanes = 8
 
-    found = {one.what: one for one in check_gpus([0], frozenset(), lambda bus: ABLE)}
+    found = {one.what: one for one in check_gpus([0], frozenset(), {0}, lambda bus: ABLE)}
 
     assert list(found) == [
         "gpu driver", "gpu 0", "pcie of gpu 0", "persistence of gpu 0", "processes on gpu 0",
@@ -284,7 +285,7 @@ def test_only_the_gpus_of_instances_are_checked(monkeypatch: pytest.MonkeyPatch)
     assert found["pcie of gpu 0"].level is Level.WARN
     assert found["processes on gpu 0"].level is Level.OK
     nvml.broken = True
-    (broken,) = check_gpus([0], frozenset(), lambda bus: ABLE)
+    (broken,) = check_gpus([0], frozenset(), {0}, lambda bus: ABLE)
     assert (broken.what, broken.level) == ("gpu driver", Level.FAIL)
 
 

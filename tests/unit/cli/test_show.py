@@ -85,6 +85,16 @@ async def test_a_model_is_shown(call: Call) -> None:
     )
 
 
+async def test_groups_that_can_have_it_are_shown(
+    monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """Where the configuration has groups."""
+    grouped = msgspec.structs.replace(MODEL, groups=("pair", "other"))
+    monkeypatch.setattr(OneModel, "model", grouped)
+
+    assert "groups        pair, other" in (await call("org/small")).stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("names", "places", "rank", "line"),
     [

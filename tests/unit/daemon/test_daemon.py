@@ -1486,3 +1486,16 @@ async def test_nothing_is_shown_of_a_model_that_is_gone(make_box: MakeBox) -> No
     assert len(left) == len(before) // 2
     assert box.daemon.activity().instances[0].model is None
     assert box.samples("appliance_prefills_total")["model=a"] == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [(("one", "two", "two"), [("one", "two"), ("two",)]), (("", "", ""), [(), ()]), ((), [(), ()])],
+)
+async def test_models_name_the_groups_that_can_have_them(
+    make_box: MakeBox, groups: tuple[str, ...], named: list[tuple[str, ...]]
+) -> None:
+    """Each once, in the order of the configuration; none where it has none."""
+    box = make_box(groups=groups, instances=3, only={"b": frozenset({1, 2})})
+
+    assert [model.groups for model in box.daemon.activity().models] == named

@@ -307,6 +307,7 @@ class Box:
         limits: Limits | None = None,
         journal: Journal | None = None,
         devices: Sequence[str] = (),
+        groups: Sequence[str] = (),
     ) -> None:
         self.now = 0.0
         self.world = World(models)
@@ -318,7 +319,9 @@ class Box:
         self.daemon = Daemon(
             setup,
             [self.served(spec) for spec in setup.models],
-            WorkerPlan(pool_slabs=slabs, cpus=["0"] * setup.instances, devices=devices),
+            WorkerPlan(
+                pool_slabs=slabs, cpus=["0"] * setup.instances, devices=devices, groups=groups
+            ),
             limits or Limits(queue=100, progress_seconds=60.0),
             journal,
             clock=lambda: self.now,
@@ -431,6 +434,7 @@ def box_maker(monkeypatch: pytest.MonkeyPatch, slabs: int) -> Iterator[Callable[
         limits: Limits | None = None,
         journal: Journal | Path | None = None,
         devices: Sequence[str] = (),
+        groups: Sequence[str] = (),
         **of_setup: Any,
     ) -> Box:
         """A journal that is a path is begun there, with the box's own setup."""
@@ -446,6 +450,7 @@ def box_maker(monkeypatch: pytest.MonkeyPatch, slabs: int) -> Iterator[Callable[
             limits=limits,
             journal=journal,
             devices=devices,
+            groups=groups,
         )
         boxes.append(box)
         return box

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ApplianceError
-from appliance.platform.cpus import binding_refusal, deal_cpus, packs, read_cpus, show_cpus
-from appliance.serve import front_end_count, keep_to, kept_cpus, share_cpus
+from appliance.platform.cpus import (
+    binding_refusal,
+    deal_cpus,
+    front_end_count,
+    kept_cpus,
+    packs,
+    read_cpus,
+    show_cpus,
+)
+from appliance.serve import keep_to, share_cpus
 from appliance.worker import frames
 from appliance.worker.rank_messages import Seat, seats
 

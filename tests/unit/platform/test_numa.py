@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ from appliance.platform.numa import (
 )
 from appliance.serve import host_nodes, make_daemon, nodes_of_gpus, share_cpus
 from appliance.units import Memory
+from appliance.worker import engines, frames
+from appliance.worker.rank_messages import Seat
 from tests.patience import PATIENCE_SECONDS
 
 TWO = {0: frozenset({0, 1, 4, 5}), 1: frozenset({2, 3, 6, 7})}
@@ -79,9 +82,11 @@ def test_nodes_are_those_with_memory_for_us(
 
 
 def test_a_kernel_without_nodes_tells_of_none(tmp_path: Path) -> None:
-    """Nothing is chosen then."""
-    assert read_nodes(tmp_path / "none", tmp_path / "none") == {}
-    assert share_cpus([0, 1, 2], [1, 1]) == share_cpus([0, 1, 2], [1, 1], 1, {}, [])
+    """Processors are dealt out by their numbers then."""
+    nodes = read_nodes(tmp_path / "none", tmp_path / "none")
+
+    assert nodes == {}
+    assert share_cpus([0, 1, 2, 3, 4], [1, 1], 1, nodes, [{1}, {0}]) == ["0,1", "2,3"]
 
 
 def test_processors_of_one_node_are_recognised() -> None:
@@ -104,6 +109,20 @@ def test_workers_are_near_their_gpus() -> None:
     assert share_cpus(cpus, [1, 1], 1, TWO, [set(), {1}]) == ["0,1,4,5,2,3,6", "2,3,6"]
     assert share_cpus([0, 1, 4, 5], [1], 1, TWO, [{1}]) == ["0,1,4"]
     assert deal_near([1, 1], [0, 1], [(), ()]) == [[0], [1]]
+
+
+def test_a_node_with_too_few_processors_is_no_place() -> None:
+    """A control group of 30 processors on one node and two on the other, one of which the daemon
+    keeps: two workers would compute on one processor. One of two ranks counts as two."""
+    nodes = {0: frozenset(range(30)), 1: frozenset({30, 31})}
+    low, high = (",".join(map(str, part)) for part in (range(15), range(15, 31)))
+
+    assert share_cpus(range(32), [1, 1], 1, nodes, [{1}, {1}]) == [low, high]
+    assert share_cpus(range(32), [1, 2], 0, nodes, [{0}, {1}])[1].count(",") == 1
+    assert share_cpus(range(32), [2], 1, nodes, [{1}])[0].count(",") == 30
+    assert share_cpus(range(32), [1], 1, nodes, [{1}]) == ["30"]
+    some, all_but_one = share_cpus(range(32), [1, 2], 1, nodes, [{0}, {1}])
+    assert (some.count(","), all_but_one.count(",")) == (29, 30)
 
 
 def test_ranks_near_one_node_count_there() -> None:
@@ -268,6 +287,32 @@ def test_a_worker_stays_on_its_node(caplog: pytest.LogCaptureFixture) -> None:
     assert [arguments[1:] for arguments in calls] == [(1, struct.pack("=Q", 1), 65)]
     assert "does not prefer memory of NUMA node 0: [Errno 1] Operation not permitted" in caplog.text
     assert refusal(0, forbid) == "Operation not permitted"
+
+
+@pytest.mark.parametrize(("device", "moved"), [("cpu", []), ("cuda:0", [[0, 1]])])
+def test_copies_are_kept_off_processors_that_compute(
+    device: str, moved: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon's processors, which its workers begin on, are all of the other node: threads of a
+    worker on the CPU copy there, as its own processors compute; those for a GPU go near it."""
+    kept: list[list[int]] = []
+    asked: list[int] = []
+
+    def call(number: int, *arguments: int | bytes | None) -> int:
+        asked.append(number)
+        raise KeyboardInterrupt  # before anything is imported
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: kept.append(list(cpus)))
+    monkeypatch.setattr(numa, "read_nodes", lambda: TWO)
+    monkeypatch.setattr(engines, "stay_near", partial(stay_near, call=call))
+    configuration = frames.Configure(1, 0, "0,1", 1, 4096, 4096, [], device=device)
+
+    with pytest.raises(KeyboardInterrupt):
+        engines.engines(configuration, HostTier.create(4096), Seat(0, 1, "0,1"))
+
+    assert kept == moved
+    assert len(asked) == 1
 
 
 def test_a_daemon_starts_where_nodes_cannot_be_chosen(

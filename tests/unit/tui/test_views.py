@@ -90,6 +90,18 @@ async def test_a_gpu_without_sensors_is_an_instance() -> None:
         assert [line.split(" GPU ")[1] for line in lines] == ["0 61°C", "1"]
 
 
+async def test_groups_are_named() -> None:
+    """Of instances, and of models those that can have them."""
+    async with dashboard(source := loaded(), size=(140, 30)) as app:
+        assert "group" not in seen(app)
+        models = {"llama-a": {"groups": ["pair", "single"]}}
+        source.say(delta({"instances": {"1": {"group": "pair"}}, "models": models}, NOW + 1))
+        await settle(app)
+        assert "group pair" in seen(app)
+        await command(app, "models")
+        assert "0 (pair, single)" in seen(app)
+
+
 async def test_kv_on_disk_is_shown() -> None:
     async with dashboard(source := loaded(), size=(140, 30)) as app:
         assert "disk" not in seen(app)

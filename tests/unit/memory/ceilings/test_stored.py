@@ -26,6 +26,7 @@ from appliance.memory.ceilings.stored import (
     machine_identity,
     own_ceilings,
     read_ceilings,
+    who_reads,
     write_ceilings,
 )
 
@@ -145,8 +146,7 @@ def test_a_place_is_tried_before_measuring(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "file").touch()
     with pytest.raises(CeilingsError, match=r"file is no folder; set devices\.ceilings"):
         check_place(tmp_path / "file" / "ceilings.json")
-    with pytest.raises(CeilingsError, match=r"cannot be read \(Not a directory\)"):
-        own_ceilings(tmp_path / "file" / "ceilings.json", "this")
+    assert own_ceilings(tmp_path / "file" / "ceilings.json", "this") is None
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(CeilingsError, match=r"this user may not write in .*; measure as one who"):
         check_place(tmp_path / "ceilings.json")
@@ -169,6 +169,13 @@ def test_without_a_file_the_remedy_is_named(tmp_path: Path) -> None:
     with pytest.raises(CeilingsError, match=r"there is no file .*doctor --ceilings"):
         read_ceilings(tmp_path / "none")
     assert own_ceilings(tmp_path / "none", "this") is None
+
+
+def test_without_a_folder_there_is_no_file() -> None:
+    """As below ``HOME=/dev/null``, which users of services have."""
+    assert own_ceilings(Path("/dev/null/.local/ceilings.json"), "this") is None
+    with pytest.raises(CeilingsError, match=r"there is no file .*doctor --ceilings"):
+        read_ceilings(Path("/dev/null/.local/ceilings.json"))
 
 
 def test_new_parts_replace_those_of_the_same_device() -> None:
@@ -230,6 +237,26 @@ def test_the_file_has_a_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.delenv("HOME")
     (tmp_path / "service").rmdir()
     assert ceilings_path("auto") is None
+
+
+def test_no_test_reads_the_ceilings_of_its_machine() -> None:
+    """Wherever they are: of the service that is installed, or of the user."""
+    assert ceilings_path("auto") == Path("/nonexistent/appliance/ceilings.json")
+    assert not stored.SYSTEM_DIRECTORY.is_relative_to("/var")
+
+
+def test_who_reads_the_file_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The service does not read what is in the folder of a user."""
+    service = tmp_path / "service"
+    monkeypatch.setattr(stored, "SYSTEM_DIRECTORY", service)
+
+    assert "with this configuration" in who_reads("/here/it.json")
+    assert who_reads("auto").startswith("a daemon that this user starts reads them")
+    assert f"service reads those in {service}" in who_reads("auto")
+    service.mkdir()
+    assert who_reads("auto") == "the service reads them when it starts"
+    monkeypatch.setenv("STATE_DIRECTORY", "/state")
+    assert who_reads("auto") == "a daemon with this state directory reads them when it starts"
 
 
 def test_a_machine_is_known_by_what_it_is(tmp_path: Path) -> None:
