@@ -34,7 +34,6 @@ REFUSED: Final = {
     "mpt-7b": "MPTForCausalLM any more: 0.28.0 was the last",
     "persimmon-8b-chat": "PersimmonForCausalLM any more: 0.25.0 was the last",
     "solar-pro-preview-instruct": "only be read with code",
-    "mimo-v2-flash-bf16": "keys and values of different sizes",
     "exaone-3.5-7.8b": "only be read with code",
     "internlm2-chat-7b": "only be read with code",
     "mistral-7b-instruct-v0.3-quantized.w8a16": "no kernel on CPUs that multiplies 8 bits",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from appliance.checkpoints.architectures import encoders, mistral_large
+from appliance.checkpoints.architectures import encoders, mimo, mistral_large
 from appliance.checkpoints.architectures.chat_sounds import read_besides_text
 from appliance.checkpoints.architectures.required_keys import what_lacks
 from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS, why_not_served
@@ -69,6 +69,7 @@ TRIED: Final = frozenset(
         "Lfm2MoeForCausalLM",
         "LlamaForCausalLM",
         "Mamba2ForCausalLM",
+        "MiMoV2FlashForCausalLM",
         "MiniCPM3ForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
@@ -410,14 +411,13 @@ def _unequal(config: ModelConfig) -> _Found:
     return None
 
 
-_HEADS: Final = "has keys and values of different sizes, in layers with more heads and fewer"
+_SHARDS: Final = "stores queries, keys and values in shards, which no test serves"
 _TWICE: Final = "attends twice in each layer, and what requests keep there is not counted yet"
 _NOT_SERVED: Final = {
     "DbrxForCausalLM": "has experts that vLLM 0.32 does not load",
     "LongcatFlashForCausalLM": _TWICE,
     "LongcatFlashNgramForCausalLM": _TWICE,
-    "MiMoV2FlashForCausalLM": _HEADS,
-    "MiMoV2ForCausalLM": _HEADS,
+    "MiMoV2ForCausalLM": _SHARDS,
 }
 """By architecture, what its layers do that is not served here or by vLLM."""
 _SPARSE: Final = frozenset({"deepseek_v32", "deepseek_v4", "deepseek_v41", "glm_moe_dsa"})
@@ -432,4 +432,5 @@ _CHECKS: Final[tuple[Callable[[ModelConfig], _Found], ...]] = (
     _unequal,
     what_lacks,
     mistral_large.what_lacks,
+    mimo.what_lacks,
 )

@@ -11,7 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from appliance.checkpoints.architectures.chat_sounds import HEARS, QWEN2_AUDIO, VOXTRAL
+from appliance.checkpoints.architectures.chat_sounds import (
+    HEARS,
+    PHI_4_MM,
+    QWEN2_AUDIO,
+    VOXTRAL,
+    WITH_CODE,
+)
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.errors import CheckpointError
@@ -27,6 +33,9 @@ class Media(NamedTuple):
     seen: int | None = None
     """The layer of the tower behind which the rest is not computed, where the file does not say
     `vision_feature_layer`. None if all layers are, whatever it says."""
+    adapted: bool = False
+    """Whether layers of the language model are stored with LoRA adapters for what else is read:
+    text is computed without them."""
 
 
 _PROJECTED: Final = frozenset({"vision_tower", "multi_modal_projector"})
@@ -53,6 +62,9 @@ MEDIA: Final[Mapping[str, Media]] = {
         _PROJECTED,
         {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
         seen=-1,
+    ),
+    PHI_4_MM: Media(
+        frozenset({"embed_tokens_extend"}), {"phi4mm": "Phi3ForCausalLM"}, adapted=True
     ),
     QWEN2_AUDIO: Media(_HEARD, {"qwen2": "Qwen2ForCausalLM"}),
     "Qwen2VLForConditionalGeneration": Media(_VISUAL, {"qwen2_vl_text": "Qwen2ForCausalLM"}),
@@ -106,6 +118,9 @@ _INTERNVL: Final = "InternVLForConditionalGeneration"
 _SEEN: Final = "vision_feature_layer"
 _CHOSEN: Final = "vision_feature_select_strategy"
 _LAYER: Final = re.compile(r"\.layers?\.(\d+)\.")
+_ADAPTER: Final = re.compile(r"\.lora_[AB]\.")
+_ADAPTED: Final = ".base_layer."
+"""In names of what adapters are for."""
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 _TEKKEN: Final = "tekken.json"
 _CONSOLIDATED: Final = "consolidated*.safetensors"
@@ -135,16 +150,21 @@ def language_tensors(file: WeightFile, architecture: str) -> WeightFile:
     return replace(
         file,
         tensors=tuple(
-            tensor._replace(name=_renamed(tensor.name))
+            tensor._replace(name=language_layer(tensor.name, architecture))
             for tensor in file.tensors
             if _part(tensor.name) not in media.towers
+            and not (media.adapted and _ADAPTER.search(tensor.name))
         ),
     )
 
 
 def language_layer(name: str, architecture: str) -> str:
-    """What a layer of the language model is called in a checkpoint of text alone."""
-    return _renamed(name) if architecture in MEDIA else name
+    """What a layer of the language model, or a tensor of it, is called in a checkpoint of text
+    alone."""
+    media = MEDIA.get(architecture)
+    if media is None:
+        return name
+    return _renamed(name.replace(_ADAPTED, ".") if media.adapted else name)
 
 
 def image_tensors(files: Iterable[WeightFile], config: ModelConfig) -> list[TensorEntry]:
@@ -182,6 +202,8 @@ def why_no_images(
     `cuda`, with torchvision if `libraries`; empty if it can."""
     if config.architecture in HEARS:
         return f"{config.architecture} reads sound, and no images"
+    if config.architecture == PHI_4_MM:
+        return WITH_CODE
     if config.architecture not in READS_IMAGES:
         return f"images of {config.architecture} are not served, only text"
     if wrong := _why_not_settings(config):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from appliance.checkpoints.architectures.mimo import MIMO, WINDOW
 from appliance.checkpoints.model_config import ModelConfig
 
 STEP_TOKENS: Final = 2048
@@ -36,7 +37,8 @@ def windowed(config: ModelConfig, layers: int, kinds: list[str] | None) -> Windo
     if type_ in CHUNKED:
         return _chunked(config, layers)
     usual = _TYPES.get(type_, _Usual())
-    length = config.text.get("sliding_window", usual.window)
+    key = WINDOW if type_ == MIMO else "sliding_window"
+    length = config.text.get(key, usual.window)
     switch = config.get("use_sliding_window")
     if switch is False or (switch is None and type_ in _SWITCHED):
         return Windowed(0, 0)

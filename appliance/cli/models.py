@@ -12,7 +12,7 @@ import click
 import httpx
 
 from appliance.checkpoints.adapters import SEPARATOR
-from appliance.checkpoints.architectures.chat_sounds import HEARS
+from appliance.checkpoints.architectures.chat_sounds import HEARS, read_besides_text
 from appliance.checkpoints.architectures.transcribers import TRANSCRIBERS
 from appliance.checkpoints.language_models import MEDIA
 from appliance.cli.output import json_option, print_json
@@ -133,7 +133,8 @@ def _media(facts: dict[str, Any]) -> str:
     for what in ("image", "sound"):
         if most := facts[f"{what}s"]:
             return f"text, and up to {most} {what}{'s' * (most > 1)} in a prompt"
-    kind = "sounds" if facts["architecture"] in HEARS else "images"
+    name = facts["architecture"]
+    kind = "sounds" if name in HEARS else read_besides_text(name).replace(" and ", " or ")
     return f"text only, no {kind}"
 
 

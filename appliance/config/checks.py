@@ -16,6 +16,7 @@ from appliance.checkpoints.adapters import MAX_ADAPTERS, UnsupportedAdapter, ful
 from appliance.checkpoints.architectures.chat_sounds import (
     HEARS,
     READS_SOUND,
+    read_besides_text,
     why_no_sounds,
 )
 from appliance.checkpoints.architectures.task_adapters import TaskRefused, served_task
@@ -424,7 +425,8 @@ def _of_model(model: Model) -> str:
         checkpoint = read_model_config(Path(model.path))
         architecture = checkpoint.architecture
         if architecture in MEDIA and not (model.images or model.sounds):
-            kind, key = ("sound", "sounds") if architecture in HEARS else ("images", "images")
+            kind = read_besides_text(architecture)
+            key = "sounds" if architecture in HEARS else "images"
             can = architecture in READS_IMAGES | READS_SOUND
             return (
                 f"model.{model.name}: {architecture} is served for text only; requests with {kind} "

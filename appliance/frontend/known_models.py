@@ -157,7 +157,7 @@ def _types() -> list[tuple[str, dict[str, Any]]]:
     from transformers import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    from appliance.engines.vllm.configs.new import register_types
+    from appliance.engines.vllm.configs.types import register_types
 
     register_types()
     makers: dict[str, Callable[[], type[Any]]] = {}

@@ -68,11 +68,14 @@ SIZES: Final[dict[str, int]] = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }
-_SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
+_SAME_AS: Final = {"kimi_k2": "deepseek_v3", "phi4mm": "phi3"}
 """Types that transformers has under another name only."""
+_CODE_UNUSED: Final = frozenset({"phi4mm"})
+"""Types whose files name code, and are read without: what lies there would end the process."""
 _CLASSES: Final = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM",
+    "Phi4MMForCausalLM": "Phi3ForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 """Architectures that transformers spells otherwise by now, or has under another name."""
@@ -121,6 +124,17 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
         "moe_topk": 2,
         "num_layers": LAYERS,
         "zero_expert_num": 2,
+    },
+    # Keys and values of different sizes, and more heads for them in layers with windows.
+    "mimo_v2_flash": {
+        **dict.fromkeys(("head_dim", "swa_head_dim"), 3 * HEAD_DIM),
+        **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 2 * HEAD_DIM),
+        "swa_num_attention_heads": HEADS,
+        "num_key_value_heads": 1,
+        "swa_num_key_value_heads": 2,
+        "sliding_window_size": WINDOW,
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
     },
     # Heads are as wide as the embedding, twice.
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
@@ -208,7 +222,8 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
         audio.update((key, value) for key, value in _AUDIO.items() if key in audio)
         audio.update(_OWN.get(audio.get("model_type", ""), {}))
     small["torch_dtype"] = "float32"
-    small.pop("auto_map", None)
+    if small.get("model_type") not in _CODE_UNUSED:
+        small.pop("auto_map", None)
     return small
 
 
@@ -339,6 +354,10 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
         _transpose_experts(path / "model.safetensors")
     if "audio_config" in small and "vision_config" not in small:
         _name_as_published(path / "model.safetensors")
+    if small["model_type"] == "phi4mm":
+        _add_adapters(path / "model.safetensors")
+        for code in ("configuration_phi4mm.py", "modeling_phi4mm.py", "processing_phi4mm.py"):
+            (path / code).write_text("raise SystemExit(__name__)\n")
     if "num_kv_shared_layers" in small.get("text_config", small):
         _add_published(path / "model.safetensors", small)
     save_tokenizer(path)
@@ -364,6 +383,29 @@ def _name_as_published(file: Path) -> None:
 
     old, new = "language_model.model.model.", "language_model.model."
     tensors = {name.replace(old, new): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _add_adapters(file: Path) -> None:
+    """What published files of Phi-4-multimodal have: adapters for images and for sound next to each
+    linear layer, what reads these, and no head."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        layer, is_linear, _ = name.partition("_proj.weight")
+        if not is_linear:
+            tensors[name] = tensor
+            continue
+        tensors[f"{layer}_proj.base_layer.weight"] = tensor
+        for what in ("vision", "speech"):
+            rows, columns = tensor.shape
+            tensors[f"{layer}_proj.lora_A.{what}.weight"] = torch.full((8, columns), 9.0)
+            tensors[f"{layer}_proj.lora_B.{what}.weight"] = torch.full((rows, 8), 9.0)
+    extended = "model.embed_tokens_extend"
+    for part in ("image_embed.img_projection.0", "audio_embed.audio_projection.speech.0"):
+        tensors[f"{extended}.{part}.weight"] = torch.ones(VOCAB, HIDDEN)
     save_file(tensors, file, metadata={"format": "pt"})
 
 

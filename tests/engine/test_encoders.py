@@ -46,7 +46,7 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, PoolingParams
 from appliance.checkpoints.overrides import language_config
-from appliance.engines.vllm.configs.new import register_types
+from appliance.engines.vllm.configs.types import register_types
 from appliance.engines.vllm.layers.mends import mend_cpu_layers
 register_types()
 mend_cpu_layers()

@@ -12,6 +12,7 @@ import pytest
 
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.families import TRIED, UnsupportedModel, base_architecture
+from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import ModelType, known_models
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import least, read_model
@@ -41,6 +42,7 @@ FAMILIES = sorted(
         for name, config in sorted(CONFIGS.items(), reverse=True)
         if name not in {**REFUSED, **NOT_ON_CPU}
         and "quantization_config" not in config
+        and config["architectures"][0] not in MEDIA
         and config["architectures"][0].endswith(("CausalLM", "HeadModel"))
     }.values()
 )
@@ -51,6 +53,7 @@ OTHERS = sorted(
     for name, config in CONFIGS.items()
     if name not in {*REFUSED, *NOT_ON_CPU, *FAMILIES}
     and "quantization_config" not in config
+    and config["architectures"][0] not in MEDIA
     and config["architectures"][0].endswith(("CausalLM", "HeadModel"))
 )
 """Further models of these architectures."""
@@ -122,7 +125,7 @@ def test_states_of_a_model_in_bfloat16(tmp_path: Path, name: str) -> None:
 def check_sizes(entry: CatalogEntry, engine: Any) -> None:
     """What was known of a model before is what its engine takes."""
     known = least(entry, CONTEXT, DEVICES)
-    tables = entry.kv.tables(engine.kv.block_tokens, CONTEXT)
+    tables = entry.kv.tables(engine.kv.step_tokens, CONTEXT)
     assert (tables.tables, tables.windows) == (engine.kv.tables, engine.kv.windows)
     assert known.kv == engine.kv.slabs(engine.kv.prompt_blocks(CONTEXT))
     assert known.weights <= engine.weight_slabs <= known.weights + 1
@@ -166,6 +169,7 @@ def test_names_of_architectures_and_types_are_those_of_vllm() -> None:
     from vllm.config.model import iter_architecture_defaults
     from vllm.model_executor.models import registry
 
+    from appliance.engines.vllm.configs.types import register_types
     from appliance.frontend.known_models import known_traits, known_type
 
     known = known_models()
@@ -173,7 +177,8 @@ def test_names_of_architectures_and_types_are_those_of_vllm() -> None:
     assert set(known.types) >= set(CONFIG_MAPPING)
     assert known.removed == registry._PREVIOUSLY_SUPPORTED_MODELS
     assert list(known.endings) == [ending for ending, _ in iter_architecture_defaults()]
-    for model_type in ("gemma3", "gemma3_text", "gpt2", "llama", "mixtral", "qwen3"):
+    register_types()
+    for model_type in ("gemma3", "gemma3_text", "gpt2", "llama", "mixtral", "phi4mm", "qwen3"):
         found = msgspec.convert(known_type(CONFIG_MAPPING[model_type]), ModelType)
         assert found == known.types[model_type]
     for name in ("Gemma3n", "NemotronParse", "Voxtral", "Whisper"):

@@ -31,6 +31,10 @@ CONTEXT, LENGTH, SLABS = 1024, 16, 48
 DEVICES = Devices(kind="cpu", memory_bytes=Memory(POOL_SLABS * SLAB), slab_bytes=Bytes(SLAB))
 EXPERTS: Final = "mixtral-8x7b-instruct-v0.1"
 WITH_IMAGES: Final = "from tests.engine.image_libraries import stand_in; stand_in()\n"
+WITH_TYPES: Final = (
+    "from appliance.engines.vllm.configs.types import register_types; register_types()\n"
+)
+"""Of which the type of Phi-4-multimodal is one: without it, vLLM reads no such file either."""
 
 NAMES = sorted(
     name
@@ -42,6 +46,7 @@ NAMES = sorted(
 """Those that are quantized are served by `test_quantized_readers`."""
 
 
+PHI_4: Final = "phi-4-multimodal-instruct"
 ALONE: Final = frozenset({"gemma-3n-e4b-it", "voxtral-mini-3b-2507"})
 """Plain vLLM cannot compute the whole model of these without images, or from such files, and gives
 the answers of a checkpoint of text. `test_transformers` compares Gemma's with transformers."""
@@ -58,7 +63,7 @@ GREEDY = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainAnswers]:
     """Of a process whose first model has experts: vLLM has no others in it after one without."""
     path = make_shrunken(tmp_path_factory.mktemp("first"), EXPERTS, CONFIGS[EXPERTS])
-    with plain_process(WITH_IMAGES) as answers:
+    with plain_process(WITH_IMAGES + WITH_TYPES) as answers:
         answers(path, "float32", [(3, 4, 5)], [Sampling(max_tokens=1)])
         yield answers
 
@@ -155,6 +160,27 @@ def test_files_have_what_reads_images(tmp_path: Path, name: str) -> None:
     files = [read_header(file) for file in weight_files(path)]
     stored = tensor_bytes((tensor for file in files for tensor in file.tensors), "float32")
     assert stored - read_checkpoint(name, path, "float32").parameters * 4 > 2 * SLAB
+
+
+def test_what_prepares_images_of_phi_4_is_code_of_the_checkpoint(tmp_path: Path) -> None:
+    """Why its images and sounds are refused. Once vLLM prepares them by itself, this fails."""
+    from vllm.transformers_utils.processor import get_processor
+
+    from appliance.engines.vllm.configs.types import register_types
+
+    register_types()
+    path = Path(make_shrunken(tmp_path, PHI_4, CONFIGS[PHI_4]))
+    kinds = {"AutoProcessor": "Processor", "AutoImageProcessor": "ImageProcessor"}
+    published = {
+        "auto_map": {auto: f"processing_phi4mm.Phi4MM{kind}" for auto, kind in kinds.items()},
+        "image_processor_type": "Phi4MMImageProcessor",
+        "processor_class": "Phi4MMProcessor",
+        "dynamic_hd": 36,
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(published))
+
+    with pytest.raises(RuntimeError, match="setting `trust_remote_code=True`"):
+        get_processor(str(path), trust_remote_code=False)
 
 
 def test_all_that_is_said_to_be_tried_is(tmp_path: Path) -> None:

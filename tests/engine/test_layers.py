@@ -163,6 +163,29 @@ def test_vllm_has_no_kernel_for_bounded_experts() -> None:
     assert not CPUUnquantizedExperts._supports_activation(MoEActivation.SWIGLUSTEP)
 
 
+def test_vllm_has_no_attention_on_cpus_with_values_shorter_than_keys() -> None:
+    """Why values of MiMo-V2 are padded. Once vLLM's build has a kernel, this fails, and the mend
+    (`padded_values`) can go."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+        triton_reshape_and_cache_flash_diffkv,
+    )
+
+    kernel: Any = AttentionBackendEnum.FLASH_ATTN_DIFFKV.get_class()
+    assert not kernel.is_supported_on_current_device(192, 128, has_sinks=True)
+    keys, values, one = torch.zeros(1, 2, 192), torch.zeros(1, 2, 128), torch.ones(1)
+    cache, slots = torch.zeros(2, 32, 2, 192 + 128), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(AttributeError, match="no attribute 'next_power_of_2'"):
+        triton_reshape_and_cache_flash_diffkv(keys, values, cache, slots, "auto", one, one)
+
+
+def test_padded_values_are_no_longer_than_keys() -> None:
+    from appliance.engines.vllm.layers.padded_values import PaddedAttention
+
+    with pytest.raises(ValueError, match="values of 256 numbers are longer than keys of 192"):
+        PaddedAttention(4, 192, 1.0, head_size_v=256)
+
+
 def test_vllm_does_not_load_the_experts_of_dbrx(tmp_path: Path) -> None:
     """Why it is refused: they have another name in the model than where vLLM looks for them."""
     path = make_shrunken(tmp_path, "dbrx-instruct", CONFIGS["dbrx-instruct"])

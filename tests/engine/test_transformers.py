@@ -26,6 +26,7 @@ MODELS = [
     ("lfm2-1.2b", "float32", 1e-3),
     ("lfm2-8b-a1b", "float32", 1e-3),
     ("mamba-codestral-7b-v0.1", "float32", 1e-3),
+    ("mimo-v2-flash-bf16", "float32", 1e-3),
     ("minimax-m2-bf16", "float32", 1e-3),
     ("phi-3.5-moe-instruct", "float32", 1e-3),
     ("qwen3.5-27b-text", "bfloat16", 0.4),

@@ -28,6 +28,7 @@ URL: Final = f"data:image/png;base64,{PNG}"
 NAMES: Final = (
     "gemma-3-4b-it",
     "mistral-small-3.1-24b-instruct-2503",
+    "phi-4-multimodal-instruct",
     "qwen2.5-vl-7b-instruct",
     "qwen3.5-27b",
     "qwen3-vl-8b-instruct",

@@ -48,7 +48,7 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM
 from appliance.checkpoints.overrides import language_config
-from appliance.engines.vllm.configs.new import register_types
+from appliance.engines.vllm.configs.types import register_types
 register_types()
 embedder, *scorers, query, texts = json.load(sys.stdin)
 options = {"runner": "pooling", "dtype": "float32", "enforce_eager": True, "max_model_len": 128}

@@ -11,6 +11,11 @@ from appliance.checkpoints.model_config import ModelConfig
 
 QWEN2_AUDIO: Final = "Qwen2AudioForConditionalGeneration"
 VOXTRAL: Final = "VoxtralForConditionalGeneration"
+PHI_4_MM: Final = "Phi4MMForCausalLM"
+WITH_CODE: Final = (
+    f"images and sounds of {PHI_4_MM} are not served, only text: vLLM prepares them with code that "
+    "comes with the checkpoint (processing_phi4mm.py), which is never run"
+)
 
 HEARS: Final = frozenset({QWEN2_AUDIO, VOXTRAL})
 """Architectures that read sound, and no images, of which the text is served at least."""
@@ -32,6 +37,8 @@ _SETTINGS: Final = {"sampling_rate": RATE, "hop_length": _HOP, "chunk_length": S
 
 def read_besides_text(architecture: str) -> str:
     """What a model of `MEDIA` reads besides text, of which a prompt may have some."""
+    if architecture == PHI_4_MM:
+        return "images and sound"
     return "sound" if architecture in HEARS else "images"
 
 
@@ -39,6 +46,8 @@ def why_no_sounds(config: ModelConfig, *, ranks: int = 1, cuda: bool = False) ->
     """Why the checkpoint's model cannot be served with sounds in chats: of so many `ranks`, on a
     GPU if `cuda`; empty if it can."""
     name = config.architecture
+    if name == PHI_4_MM:
+        return WITH_CODE
     if name == VOXTRAL:
         return (
             f"sounds of {name} are not served, only text: vLLM takes them with files in Mistral's "

@@ -1,6 +1,6 @@
 """Models whose layers differ in the keys and values that they keep: the last layers may read those
 of a layer before them, and layers that attend to all tokens may have other heads than those that
-attend to a window (Gemma 3n and 4)."""
+attend to a window (Gemma 3n and 4, MiMo-V2)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from appliance.checkpoints.architectures import mimo
 from appliance.checkpoints.model_config import CONFIG, MOST, MOST_LAYERS, ModelConfig
 from appliance.checkpoints.safetensors import TensorEntry
 from appliance.checkpoints.windows import usual_period
 from appliance.errors import CheckpointError
 
-TWO_SIZES: Final = frozenset({"gemma4_text"})
-"""Types whose layers that attend to all tokens have heads of their own."""
+_GEMMA_4: Final = "gemma4_text"
+TWO_SIZES: Final = frozenset({_GEMMA_4, mimo.MIMO})
+"""Types whose layers that attend to all tokens have other heads than those with windows."""
 UNEQUAL: Final = TWO_SIZES | {"gemma3n_text"}
 """These, and types whose last layers read what others keep."""
 _GLOBAL_HEAD_DIM: Final = 512
@@ -71,6 +73,8 @@ def kept_kinds(config: ModelConfig, listed: list[str] | None, layers: int) -> li
 def _all_kinds(config: ModelConfig, listed: list[str] | None, layers: int) -> list[str]:
     """As transformers takes them: the last layer of Gemma 4 attends to all tokens, whatever the
     file says."""
+    if config.model_type == mimo.MIMO:
+        listed = mimo.kinds(config, layers)
     if listed is None:
         period = usual_period(config.model_type)
         numbers = range(1, min(layers, MOST_LAYERS) + 1)
@@ -80,7 +84,7 @@ def _all_kinds(config: ModelConfig, listed: list[str] | None, layers: int) -> li
             f"{config.path / CONFIG}: layer_types must say {_FULL} or {_SLIDING} of each of "
             f"{layers} layers"
         )
-    return [*listed[:-1], _FULL] if config.model_type in TWO_SIZES else listed
+    return [*listed[:-1], _FULL] if config.model_type == _GEMMA_4 else listed
 
 
 def _check_sharing(config: ModelConfig, kinds: list[str], first: int) -> None:
@@ -129,6 +133,9 @@ def heads_of_kinds(
     kind that differ."""
     if config.model_type not in TWO_SIZES or kept is None:
         return usual, usual
+    if config.model_type == mimo.MIMO:  # values are padded to the size of keys
+        number = config.integer("swa_num_key_value_heads")
+        return usual, Heads(number, config.integer("swa_head_dim"))
     if _OWN not in config.text:
         has_number = config.get("attention_k_eq_v") and config.get("num_global_key_value_heads")
         number = config.integer("num_global_key_value_heads") if has_number else usual.number

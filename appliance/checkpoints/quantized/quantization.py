@@ -62,6 +62,7 @@ FLOATS_TRIED: Final = frozenset(
     {
         "DeepseekV3ForCausalLM",
         "LlamaForCausalLM",
+        "MiMoV2FlashForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
         "Phi3ForCausalLM",
@@ -136,6 +137,9 @@ def multiplied(config: ModelConfig) -> dict[str, Any] | None:
 def tried(config: ModelConfig) -> frozenset[str]:
     """The architectures that tests serve with weights that are quantized in this way."""
     found = said(config) or {}
+    media = MEDIA.get(config.architecture)
+    if media is not None and media.adapted:
+        return frozenset()
     if floats.is_of(found):
         return FLOATS_TRIED
     if microscaled.is_of(found):

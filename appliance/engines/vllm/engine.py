@@ -61,7 +61,7 @@ from appliance.engines.protocol import (
     SequenceSpec,
     Verdict,
 )
-from appliance.engines.vllm.configs.new import register_types
+from appliance.engines.vllm.configs.types import register_types
 from appliance.engines.vllm.device import Device, HostDevice, attention
 from appliance.engines.vllm.drafts.ngram import Drafts, draft_args
 from appliance.engines.vllm.executor import RankExecutor, ensure_expert_group

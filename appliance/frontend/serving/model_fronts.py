@@ -27,7 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from appliance.checkpoints.language_models import processor_template
 from appliance.checkpoints.overrides import language_config, whole_config
-from appliance.engines.vllm.configs.new import register_types
+from appliance.engines.vllm.configs.types import register_types
 from appliance.frontend.core import Core
 from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM

@@ -129,11 +129,11 @@ def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) 
         ({"index_topk": 2048}, "chooses which tokens to read"),
         (
             {
-                "architectures": ["MiMoV2FlashForCausalLM"],
-                "model_type": "mimo_v2_flash",
+                "architectures": ["MiMoV2ForCausalLM"],
+                "model_type": "mimo_v2",
                 "quantization_config": {"quant_method": "fp8"},
             },
-            "keys and values of different sizes.*; take a model of another family",
+            "stores queries, keys and values in shards.*; take a model of another family",
         ),
         (
             {"architectures": ["MiniMaxM3SparseForCausalLM"]},
@@ -191,7 +191,9 @@ def test_what_makes_text_of_sound_is_served_by_one_processor(tmp_path: Path) -> 
         check_family(read_model_config(quantized))
 
 
-@pytest.mark.parametrize("name", ["gemma-3n-e2b-text", "gemma-4-e4b-text", "gemma-4-31b-it"])
+@pytest.mark.parametrize(
+    "name", ["gemma-3n-e2b-text", "gemma-4-e4b-text", "gemma-4-31b-it", "mimo-v2-flash-bf16"]
+)
 def test_what_was_not_tried_with_unequal_layers(tmp_path: Path, name: str) -> None:
     config = read_model_config(write(tmp_path, CONFIGS[name]))
     check_cpu(config, "bfloat16")
@@ -311,7 +313,7 @@ def test_keys_that_a_type_must_have(
     [
         ("dbrx-instruct", "DbrxForSequenceClassification", "experts that vLLM 0.32 does not load"),
         ("longcat-flash-chat", "LongcatFlashModel", "attends twice in each layer"),
-        ("mimo-v2-flash-bf16", "MiMoV2FlashModel", "keys and values of different sizes"),
+        ("mimo-v2-flash-bf16", "MiMoV2Model", "queries, keys and values in shards"),
     ],
 )
 def test_what_is_not_served_is_not_pooled(

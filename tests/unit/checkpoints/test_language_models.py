@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoConfig
 
+from appliance.checkpoints.architectures.chat_sounds import why_no_sounds
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.families import UnsupportedModel, check_family, is_tried
 from appliance.checkpoints.language_models import (
@@ -106,7 +107,28 @@ def test_what_is_not_tried_is_refused(tmp_path: Path, changes: dict[str, Any], r
                 "model.visual.merger.ln_q.weight": None,
             },
         ),
-        ("LlamaForCausalLM", {"model.visual.weight": "model.visual.weight"}),
+        (
+            "Phi4MMForCausalLM",
+            {
+                "model.embed_tokens.weight": "model.embed_tokens.weight",
+                "model.layers.0.self_attn.qkv_proj.base_layer.weight": (
+                    "model.layers.0.self_attn.qkv_proj.weight"
+                ),
+                "model.layers.0.self_attn.qkv_proj.lora_A.vision.weight": None,
+                "model.layers.0.self_attn.qkv_proj.lora_B.speech.weight": None,
+                "model.embed_tokens_extend.image_embed.glb_GN": None,
+                "model.embed_tokens_extend.audio_embed.encoder.encoders.0.layer_norm.bias": None,
+                "model.norm.weight": "model.norm.weight",
+            },
+        ),
+        (
+            "LlamaForCausalLM",
+            {
+                "model.visual.weight": "model.visual.weight",
+                "layers.0.base_layer.weight": "layers.0.base_layer.weight",
+                "layers.0.lora_A.weight": "layers.0.lora_A.weight",
+            },
+        ),
     ],
 )
 def test_names_of_tensors(architecture: str, names: dict[str, str | None]) -> None:
@@ -165,6 +187,13 @@ def test_a_check_of_the_configuration_says_that_images_are_refused(
     )
 
     config = json.loads((path / "config.json").read_text())
+    write(path, text | {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"})
+    (warning,) = warnings(load_config(file))
+    assert warning == (
+        "model.a: Phi4MMForCausalLM is served for text only; requests with images and sound are "
+        "refused"
+    )
+
     write(path, config | {"architectures": ["LlavaNextForConditionalGeneration"]})
     with pytest.raises(ConfigError) as caught:
         load_config(file)
@@ -309,6 +338,26 @@ def test_images_are_refused_where_they_cannot_be_read(
     (problem,) = [one for one in caught.value.problems if one.key == "model[0].images"]
     assert re.search(wrong, problem.wrong)
     assert problem.remedy == "use images = 0"
+
+
+def test_phi_4_multimodal_is_served_for_text_only(tmp_path: Path) -> None:
+    """Without the code that its file names, which vLLM would prepare images and sounds with; no
+    test serves it with quantized weights."""
+    config = read_model_config(write(tmp_path, CONFIGS["phi-4-multimodal-instruct"]))
+    check_family(config)
+    assert is_tried(config)
+    assert served_architecture(config) == "Phi3ForCausalLM"
+    for why_not in (why_no_images(config), why_no_sounds(config)):
+        assert "not served, only text: vLLM prepares them with code that comes with" in why_not
+    with pytest.raises(CheckpointError, match="reads images and sound, of which the text"):
+        check_task(tmp_path, "embed")
+    for quantization in (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    ):
+        changed = config.whole | {"quantization_config": quantization}
+        with pytest.raises(UnsupportedModel, match="no test serves Phi4MMForCausalLM with weights"):
+            check_family(read_model_config(write(tmp_path, changed)))
 
 
 def with_files(folder: Path, config: dict[str, Any], *files: str) -> Path:

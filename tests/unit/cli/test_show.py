@@ -138,26 +138,26 @@ async def test_what_a_request_keeps_however_long_it_is_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("images", "reads"),
+    ("architecture", "images", "reads"),
     [
-        (0, "text only, no images"),
-        (1, "text, and up to 1 image in a prompt"),
-        (4, "text, and up to 4 images in a prompt"),
+        ("Gemma3ForConditionalGeneration", 0, "text only, no images"),
+        ("Gemma3ForConditionalGeneration", 1, "text, and up to 1 image in a prompt"),
+        ("Gemma3ForConditionalGeneration", 4, "text, and up to 4 images in a prompt"),
+        ("Qwen2AudioForConditionalGeneration", 0, "text only, no sounds"),
+        ("Phi4MMForCausalLM", 0, "text only, no images or sound"),
     ],
 )
 async def test_what_is_read_is_shown(
-    monkeypatch: pytest.MonkeyPatch, call: Call, images: int, reads: str
+    monkeypatch: pytest.MonkeyPatch, call: Call, architecture: str, images: int, reads: str
 ) -> None:
-    """Of a model that can read images."""
-    facts = msgspec.structs.replace(
-        MODEL.facts, architecture="Gemma3ForConditionalGeneration", images=images
-    )
+    """Of a model that can read more than text."""
+    facts = msgspec.structs.replace(MODEL.facts, architecture=architecture, images=images)
     monkeypatch.setattr(OneModel, "model", msgspec.structs.replace(MODEL, facts=facts))
 
     shown = await call("org/small")
 
     assert shown.stdout.splitlines()[:2] == [
-        "architecture  Gemma3ForConditionalGeneration",
+        f"architecture  {architecture}",
         f"reads         {reads}",
     ]
 

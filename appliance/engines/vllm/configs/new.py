@@ -6,16 +6,10 @@ either name of it, and asks for this one by the name of its configuration.
 
 from __future__ import annotations
 
-from transformers import AutoConfig, GteConfig
+from transformers import GteConfig
 
 
 class NewConfig(GteConfig):  # type: ignore[no-untyped-call]
     """As the published code calls it."""
 
     model_type = "new"
-
-
-def register_types() -> None:
-    """Have transformers read such files with this class, and no other code; call before a
-    configuration or a tokenizer is read. Idempotent."""
-    AutoConfig.register(NewConfig.model_type, NewConfig, exist_ok=True)

@@ -26,6 +26,7 @@ def mend_cpu_layers() -> None:
     # These import what vLLM has for CPUs: not for the worker of a GPU.
     from appliance.engines.vllm.layers.nomic import mend_nomic_experts
     from appliance.engines.vllm.layers.overrides import register_overrides_once
+    from appliance.engines.vllm.layers.padded_values import pad_values
     from appliance.engines.vllm.layers.rotary import mend_rotary_embeddings
     from appliance.engines.vllm.layers.routing import mend_expert_routing
 
@@ -33,4 +34,5 @@ def mend_cpu_layers() -> None:
     mend_expert_routing()
     mend_nomic_experts()
     mend_rotary_embeddings()
+    pad_values()
     register_overrides_once()
