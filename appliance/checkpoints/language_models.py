@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from appliance.checkpoints.architectures.chat_sounds import (
+    COMPUTED,
     HEARS,
     PHI_4_MM,
     QWEN2_AUDIO,
@@ -169,15 +170,17 @@ def language_layer(name: str, architecture: str) -> str:
 
 def image_tensors(files: Iterable[WeightFile], config: ModelConfig) -> list[TensorEntry]:
     """The tensors that `language_tensors` leaves out, under their own names, as far as a model that
-    is served whole has them: not those of layers of the tower whose output is not used."""
+    is served whole takes them from files: not those of layers of the tower whose output is not
+    used, nor those that vLLM computes."""
     media = MEDIA.get(config.architecture)
     if media is None:
         return []
+    computed = COMPUTED.get(config.architecture, frozenset())
     found = [
         (tensor, _LAYER.search(tensor.name))
         for file in files
         for tensor in file.tensors
-        if _part(tensor.name) in media.towers
+        if _part(tensor.name) in media.towers and tensor.name.removeprefix("model.") not in computed
     ]
     count = 1 + max((int(layer[1]) for _, layer in found if layer), default=-1)
     used = _layers_used(config, media, count)

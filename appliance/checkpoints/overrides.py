@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from appliance.checkpoints.architectures.chat_sounds import HOP, RATE, VOXTRAL, WINDOW
 from appliance.checkpoints.architectures.encoders import JINA, NOMIC, ROTARY
 from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import VLLM_NAMES
@@ -68,4 +69,16 @@ _FLASH: Final = "XLMRobertaFlashConfig"
 def whole_config(config: Any) -> Any:
     """The same for a checkpoint that is served whole, with what reads images or sound."""
     quantization.forget(config)
+    if VOXTRAL in (config.architectures or ()):
+        _say_as_mistral(config)
     return config
+
+
+def _say_as_mistral(config: Any) -> None:
+    """Add what Mistral's own file says of Voxtral (`params.json`), and transformers' does not."""
+    config.text_config.architectures = ["MistralForCausalLM"]
+    encoder = config.audio_config
+    encoder.sampling_rate, encoder.hop_length, encoder.window_size = RATE, HOP, WINDOW
+    encoder.global_log_mel_max = None
+    # So many numbers of the encoder become one token.
+    encoder.downsample_factor = encoder.intermediate_size // encoder.hidden_size

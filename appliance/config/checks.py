@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from functools import partial
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,7 @@ from appliance.access.keys import KeyFile
 from appliance.checkpoints.adapters import MAX_ADAPTERS, UnsupportedAdapter, full_name
 from appliance.checkpoints.architectures.chat_sounds import (
     HEARS,
+    MOST_SOUNDS,
     READS_SOUND,
     read_besides_text,
     why_no_sounds,
@@ -280,16 +282,22 @@ def _check_sounds(config: Config, report: ProblemReport) -> None:
     for index, model in enumerate(config.models):
         if not model.sounds:
             continue
+        remedy = "use sounds = 0"
         try:
-            wrong = why_no_sounds(
-                read_model_config(Path(model.path)),
+            checkpoint = read_model_config(Path(model.path))
+            why_not = partial(
+                why_no_sounds,
+                checkpoint,
                 ranks=devices_of(model, devices).tensor_parallel,
                 cuda=devices.cuda,
             )
+            wrong = why_not(sounds=model.sounds)
+            if wrong and not why_not():
+                remedy = f"use sounds = {MOST_SOUNDS[checkpoint.architecture]}"
         except (CheckpointError, OSError):  # which is a problem of its own
             continue
         if wrong:
-            report.add(("model", index, "sounds"), wrong, "use sounds = 0")
+            report.add(("model", index, "sounds"), wrong, remedy)
 
 
 def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry | None]:

@@ -46,6 +46,8 @@ class Call:
         """Those that its messages have."""
         self.sounds: dict[int, str] = {}
         """The names of those that may be decoded for it (`appliance.frontend.sound.chats`)."""
+        self.samples: dict[int, int] = {}
+        """How many those have that were decoded, by the same keys."""
         self.keep: Callable[[int], None] = lambda size_bytes: None
         """Counts what is kept of it besides its body. Raises `BodiesFull`."""
         self.image_work: set[Future[Any]] = set()

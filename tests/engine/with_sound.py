@@ -105,11 +105,11 @@ CHAT_TEMPLATE: Final = (
 class ChatPreparer:
     """Makes prompts with sounds as vLLM's front half does, for one checkpoint."""
 
-    def __init__(self, path: str, sounds: int) -> None:
+    def __init__(self, path: str, sounds: int, dtype: str = "float32") -> None:
         from vllm.config import ModelConfig
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
-        config = ModelConfig(path, dtype="float32", limit_mm_per_prompt={"audio": sounds})
+        config = ModelConfig(path, dtype=dtype, limit_mm_per_prompt={"audio": sounds})
         self._processor = MULTIMODAL_REGISTRY.create_processor(config)
 
     def prepare(self, tokens: tuple[int, ...], sounds: tuple[Sound, ...] = ()) -> Prepared:

@@ -13,13 +13,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Final, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal import image as vllm_image
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, ImageMediaIO, MediaConnector
 from vllm.renderers import BaseRenderer
 
-from appliance.checkpoints.architectures.chat_sounds import RATE
+from appliance.checkpoints.architectures.chat_sounds import RATE, SECONDS
 from appliance.frontend.calls import current
 from appliance.frontend.image_files import FORMATS, MAX_PIXELS, BadImage, decoded_url
 from appliance.frontend.images import in_thread, key_of_url, threads
@@ -52,13 +54,16 @@ class RefusingConnector(MediaConnector):  # type: ignore[misc]
 
     async def fetch_audio_async(self, audio_url: str) -> Any:
         call = current.get()
-        name = call.sounds.get(key_of_sound(audio_url))
+        key = key_of_sound(audio_url)
+        name = call.sounds.get(key)
         if name is None:
             raise VLLMValidationError(
                 "sounds are read from the messages of one chat (/v1/chat/completions): send them "
                 "there, and not in a batch of chats, or in what is only rendered"
             )
-        return await in_thread(call, threads, _sound, name, audio_url)
+        samples = await in_thread(call, threads, _sound, name, audio_url)
+        call.samples[key] = len(samples)
+        return samples, RATE
 
     def fetch_audio(self, *_: Any, **__: Any) -> NoReturn:
         raise _refusal()
@@ -134,11 +139,11 @@ def _decoded(name: str, url: str, file: bytes | None, mode: str | None) -> Any:
         raise VLLMValidationError(f"{name}: it is damaged: {error}", parameter=name) from error
 
 
-def _sound(name: str, url: str) -> tuple[Any, int]:
-    """The sound as vLLM has it: samples, and how many are a second. Raises
-    `VLLMValidationError`."""
+def _sound(name: str, url: str) -> npt.NDArray[np.float32]:
+    """The samples of the sound, of `RATE`. Raises `VLLMValidationError`."""
     try:
-        return decoded(decoded_sound(url), RATE), RATE
+        # A resampler may make one sample more of the longest sound than there is room for.
+        return decoded(decoded_sound(url), RATE)[: SECONDS * RATE]
     except BadSound as error:
         raise VLLMValidationError(f"{name}: {error}", parameter=name) from error
 

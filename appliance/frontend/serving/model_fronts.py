@@ -25,7 +25,9 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from appliance.checkpoints.architectures.chat_sounds import VOXTRAL
 from appliance.checkpoints.language_models import processor_template
+from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.overrides import language_config, whole_config
 from appliance.engines.vllm.configs.types import register_types
 from appliance.frontend.core import Core
@@ -33,6 +35,7 @@ from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
 from appliance.frontend.serving.held_text import keep_held_text
 from appliance.frontend.serving.media import prepare_in_turns
+from appliance.frontend.serving.mistral_sounds import count_sounds
 from appliance.frontend.serving.speech import SERVING as OF_SOUND
 from appliance.frontend.serving.speech import decode_in_turns
 from appliance.service.front_frames import FrontModel, ModelRefused
@@ -198,6 +201,8 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     # Guides are checked where they may end the process (`appliance.frontend.guide_compiler`).
     llm.input_processor.structured_outputs_config = None
     prepare_in_turns(llm.renderer)
+    if model.sounds:
+        count_sounds(llm.renderer)
     state = State()
     for name in SERVING:
         setattr(state, name, None)
@@ -227,6 +232,8 @@ def arguments(model: FrontModel) -> Namespace:
         options += ["--mm-processor-cache-gb", "0"]
     else:
         options.append("--language-model-only")
+    if model.sounds and read_model_config(Path(model.path)).architecture == VOXTRAL:
+        options += ["--tokenizer-mode", "mistral"]
     if model.task is Task.GENERATE and model.tool_parser is not None:
         options += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_parser]
     if model.task is Task.GENERATE and model.reasoning_parser is not None:

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import vllm
 from fastapi import FastAPI
+from mistral_common.tokens.tokenizers.audio import AudioEncoder
+from mistral_common.tokens.tokenizers.instruct import InstructTokenizerV7
 from vllm import platforms
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -27,6 +29,7 @@ from vllm.multimodal.media import ImageMediaIO
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.renderers import BaseRenderer
 from vllm.renderers.chat_utils import AsyncMultiModalContentParser
+from vllm.renderers.mistral import MistralRenderer
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -107,6 +110,13 @@ SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
             "self._process_multimodal, executor=self._mm_executor",
         ),
     ),
+    (BaseRenderer.warmup_mm, ("if self._mm_warmup_done:",)),
+    (
+        MistralRenderer.render_messages_async,
+        ("await parse_chat_messages_async(", "await self._apply_chat_template_async("),
+    ),
+    (InstructTokenizerV7._encode_content_chunk, ("self.audio_encoder(chunk)",)),
+    (AudioEncoder._encode_audio_tokens, ("[self.audio_token] * num_audio_tokens",)),
     (BaseRenderer._process_tokens_async, ("await self._process_multimodal_async(",)),
     (AsyncLLM.generate, ("except (VLLMClientError, GracefulHTTPError)",)),
     (

@@ -12,10 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import pybase64
 
-from appliance.checkpoints.architectures.chat_sounds import SECONDS
+from appliance.checkpoints.architectures.chat_sounds import RATE, SECONDS
 from appliance.frontend.body_values import base64_in, decoded
 from appliance.frontend.sound.files import MAX_VALUES, BadSound, checked_length
-from appliance.frontend.sound.forms import BYTES_A_SECOND
 from appliance.http.errors import BadRequest
 
 PATHS: Final = frozenset({"/v1/chat/completions", "/tokenize"})
@@ -30,6 +29,10 @@ FORMATS: Final = ("wav", "mp3", "flac", "ogg")
 """What clients may call a sound. Its content alone says what it is."""
 MIN_SECONDS: Final = 0.1
 """Of a sound: the encoder makes nothing of much shorter ones."""
+
+BYTES: Final = 2 * 4 * SECONDS * RATE
+"""What a sound takes in memory until it is submitted, however short it is: samples, and what is
+made of them for the encoder, which is a spectrogram, or samples and silence."""
 
 _DATA: Final = re.compile("data:", re.IGNORECASE)
 _EXAMPLE: Final = '"data:audio/wav;base64,..."'
@@ -94,6 +97,13 @@ def _decoded_base64(data: str) -> bytes:
         raise BadSound(f"it is no base64 ({error}): send the file in base64") from error
 
 
+def sound_of(name: str, part: Mapping[str, Any]) -> ChatSound | None:
+    """The sound in a part of a message that is called `name`, in the first of its fields that may
+    have one; None if there is none."""
+    said = sorted(_fields_of_sound(part))
+    return _sent_as(said[0], name, part.get(said[0])) if said else None
+
+
 def find(path: str, fields: Mapping[str, Any], most: int) -> tuple[ChatSound, ...]:
     """The sounds in a body for `path`, of which a prompt may have `most`. Raises `BadRequest` for
     more, for parts that are neither text nor sound, and for sounds where none are read."""
@@ -145,22 +155,25 @@ def _of_part(name: str, part: Mapping[str, Any]) -> Iterator[ChatSound]:
         raise BadRequest(message, f"{name}.uuid", "unsupported_field")
     (field,) = said
     sent = part.get(field)
-    if field == "audio_url":
-        url = sent.get("url") if isinstance(sent, dict) else sent
-        yield ChatSound(f"{name}.audio_url", url, is_url=True)
-        return
-    sent = sent if isinstance(sent, dict) else {}
-    if sent.get("format") not in FORMATS:
+    if field == "input_audio" and (not isinstance(sent, dict) or sent.get("format") not in FORMATS):
         at = f"{name}.input_audio.format"
         raise BadRequest(f"{at}: use one of {', '.join(FORMATS)}", at, "invalid_sound")
-    yield ChatSound(f"{name}.input_audio.data", sent.get("data"), is_url=False)
+    yield _sent_as(field, name, sent)
+
+
+def _sent_as(field: str, name: str, sent: object) -> ChatSound:
+    """The sound in a field of the part that is called `name`."""
+    fields = sent if isinstance(sent, dict) else {}
+    if field == "audio_url":
+        return ChatSound(f"{name}.audio_url", fields.get("url") if fields else sent, is_url=True)
+    return ChatSound(f"{name}.input_audio.data", fields.get("data"), is_url=False)
 
 
 def look_at(sounds: tuple[ChatSound, ...]) -> tuple[dict[int, str], int]:
     """The names of sounds by their keys, and the bytes that all of them take in memory until they
     are submitted. Nothing is decoded. Raises `BadRequest` for what is no sound that is read, and
     for longer ones."""
-    seconds, values = 0.0, 0
+    values = 0
     for sound in sounds:
         try:
             length = checked_length(sound.file())
@@ -178,5 +191,4 @@ def look_at(sounds: tuple[ChatSound, ...]) -> tuple[dict[int, str], int]:
                 )
         except BadSound as error:
             raise BadRequest(f"{sound.name}: {error}", sound.name, "invalid_sound") from error
-        seconds += SECONDS  # each is prepared as one of the longest
-    return {sound.key(): sound.name for sound in sounds}, int(seconds * BYTES_A_SECOND)
+    return {sound.key(): sound.name for sound in sounds}, len(sounds) * BYTES

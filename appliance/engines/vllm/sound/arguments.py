@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.checkpoints.architectures.chat_sounds import why_no_sounds
+from appliance.checkpoints.architectures.chat_sounds import VOXTRAL, why_no_sounds
 from appliance.checkpoints.architectures.transcribers import why_not_served
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.overrides import whole_config
@@ -16,10 +16,15 @@ def sound_args(
 ) -> dict[str, Any]:
     """For a model that makes text of sound; or for one whose chats have up to so many `sounds`.
     Raises `ValueError` for one that is not served so here."""
-    why_not = why_no_sounds if sounds else why_not_served
-    if wrong := why_not(checkpoint, ranks=ranks, cuda=not device.host_memory):
+    cuda = not device.host_memory
+    if sounds:
+        wrong = why_no_sounds(checkpoint, ranks=ranks, cuda=cuda, sounds=sounds)
+    else:
+        wrong = why_not_served(checkpoint, ranks=ranks, cuda=cuda)
+    if wrong:
         raise ValueError(f"{checkpoint.path}: {wrong}")
     return {
+        "tokenizer_mode": "mistral" if checkpoint.architecture == VOXTRAL else "auto",
         "hf_overrides": whole_config,
         # What prepares sound is made with it; vLLM asks that how long a sound is.
         "skip_tokenizer_init": False,

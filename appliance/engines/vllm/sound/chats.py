@@ -10,12 +10,13 @@ from typing import Any, Final
 import torch
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 
-from appliance.checkpoints.architectures.chat_sounds import QWEN2_AUDIO
+from appliance.checkpoints.architectures.chat_sounds import HOP, QWEN2_AUDIO, VOXTRAL
 from appliance.engines.vllm.images.kinds import Made
 
 MODALITY: Final = "audio"
 _FEATURES: Final = "input_features"
 _MASK: Final = "feature_attention_mask"
+_ARRAYS: Final = "audio_arrays"
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _NUMBERS: Final = (torch.int32, torch.int64)
 
@@ -44,7 +45,21 @@ def _qwen2_audio(data: Mapping[str, Any], config: Any) -> Made:
     )
 
 
-KINDS: Final[Mapping[str, Callable[[Mapping[str, Any], Any], Made]]] = {QWEN2_AUDIO: _qwen2_audio}
+def _voxtral(data: Mapping[str, Any], config: Any) -> Made:
+    """Samples of the longest sound, with silence behind a shorter one. vLLM would take several such
+    sounds for one; a front end sends none that is longer."""
+    encoder = config.audio_config
+    columns = 2 * encoder.max_source_positions
+    samples = _tensor(data, _ARRAYS, _FLOATS, (columns * HOP,))
+    # The encoder's convolutions halve the number of columns.
+    embeddings = columns // 2 // encoder.downsample_factor
+    return Made(MultiModalKwargsItem({_ARRAYS: _element(_ARRAYS, samples)}), embeddings)
+
+
+KINDS: Final[Mapping[str, Callable[[Mapping[str, Any], Any], Made]]] = {
+    QWEN2_AUDIO: _qwen2_audio,
+    VOXTRAL: _voxtral,
+}
 """By architecture: what makes a sound anew of vLLM's tensors and transformers' configuration. Each
 raises `ValueError` for what would not fit."""
 

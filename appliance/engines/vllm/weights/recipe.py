@@ -50,6 +50,7 @@ from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
 from appliance.engines.vllm.weights.int8 import compute_as_stored
 from appliance.engines.vllm.weights.integers import IntegersOrigin
 from appliance.engines.vllm.weights.microscaled import MicroscaledOrigin
+from appliance.engines.vllm.weights.mistral_names import keep_positions, named_as_vllm
 from appliance.engines.vllm.weights.multiplied import FactorsOrigin, find
 from appliance.engines.vllm.weights.products import Product, find_products
 from appliance.engines.vllm.weights.quantized import LayerConversion, convert_layers
@@ -326,7 +327,7 @@ class RecipeRecording:
         with self.recorder:
             try:
                 with self.recorder.loading():
-                    placeholders = self.recorder.placeholders(files, first)
+                    placeholders = named_as_vllm(model, self.recorder.placeholders(files, first))
                     model.load_weights(placeholders)  # type: ignore[operator]
             except AssertionError as error:
                 raise UnsupportedCheckpoint(
@@ -444,6 +445,7 @@ class RecordingLoader(BaseModelLoader):  # type: ignore[misc]
             for module in model.modules():
                 if isinstance(module, RoutedExperts):
                     module.is_fused_checkpoint_transposed = True
+        keep_positions(model)
         recorded = _current.get()
         recorded.load(model)
         # What vLLM does with the weights from here on is no copy from the checkpoint any more.
