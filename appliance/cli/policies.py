@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from appliance.cli.output import json_option, print_json, print_table
+from appliance.cli.policy_advice import advise
 from appliance.client import call, get, url_option
 from appliance.errors import PolicyError
 
@@ -22,6 +23,9 @@ PATH = "/api/policies"
 @click.group()
 def policy() -> None:
     """List policies, and choose those that decide."""
+
+
+policy.add_command(advise)
 
 
 @policy.command(name="list")

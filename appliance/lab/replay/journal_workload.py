@@ -25,6 +25,7 @@ from appliance.lab.calibration.step_tables import Measurements
 from appliance.lab.experiments.run import Contender, Setting
 from appliance.lab.hardware import Box, GpuSpec, ModelProfile
 from appliance.lab.noise import Deviation
+from appliance.lab.replay.journal_part import JournalPart, entries
 from appliance.lab.replay.overheads import ColdPrompt, Overheads
 from appliance.lab.sim.recorder import ComputeSpan, Life, ModelSwitch, Recorder
 from appliance.lab.sim.simulator import SimulationRun
@@ -88,16 +89,22 @@ class JournalRecording:
     """The policies that decided then, each from when it was chosen."""
     measured: Mapping[ModelName, Measurements]
     """Its prompts and turns, as rows to fit times to."""
+    link_known: bool
+    """Whether a load was seen from which the rate of the link is known."""
 
 
-def recording(path: Path, learns: Callable[[float], bool] | None = None) -> JournalRecording:
-    """Read a journal. How long anything takes is learned from all of it, or from what was over at
-    times at which `learns`, of the seconds since the first request, is true. Raises `LabError` if
-    there is nothing in it to replay."""
+def recording(
+    path: Path,
+    learns: Callable[[float], bool] | None = None,
+    part: JournalPart | None = None,
+) -> JournalRecording:
+    """Read a journal, or a part of it. How long anything takes is learned from all of that, or from
+    what was over at times at which `learns`, of the seconds since the first request, is true.
+    Raises `LabError` if there is nothing in it to replay."""
     try:
-        setup, entries = read(path)
+        setup, every = read(path)
         reader = _Reader(setup, learns)
-        for entry in entries:
+        for entry in every if part is None else entries(path, part):
             reader.hear(entry.now, entry.event, entry.commands)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         raise LabError(f"{path}: {error}") from None
@@ -107,6 +114,7 @@ def recording(path: Path, learns: Callable[[float], bool] | None = None) -> Jour
         setting=reader.setting(),
         happened=reader.run(),
         measured=reader.measured,
+        link_known=reader.link_known,
         contender=replace(
             _contender(setup.policy),
             successors=[(seconds, _contender(choice)) for seconds, choice in reader.swaps],
@@ -338,6 +346,11 @@ class _Reader:
         if self._current.get(instance) != model:
             self._current[instance] = model
             self.recorder.switches.append(ModelSwitch(instance, model, self._now, math.nan))
+
+    @property
+    def link_known(self) -> bool:
+        """Whether any load tells how fast they are."""
+        return self._overheads.load_bytes_per_second() is not None
 
     def run(self) -> SimulationRun:
         """What happened."""

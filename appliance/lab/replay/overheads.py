@@ -97,7 +97,8 @@ class Overheads:
             case ModelLoaded():
                 self._loaded(event)
             case KvMoved(direction=Direction.IN):
-                self._moving[event.instance] -= 1
+                # Of one that began before the part of the journal that is read, nothing is known.
+                self._moving[event.instance] = max(0, self._moving[event.instance] - 1)
             case InstanceLost():
                 self._jobs.pop(event.instance, None)
                 self._loading = {one for one in self._loading if one[0] != event.instance}

@@ -1,0 +1,169 @@
+"""Successive halving: all candidates on short replays, the better half of them on longer ones.
+
+Sans-IO: `Halving` says what to replay next, and is given the score and what that cost. It starts
+no replay that it expects to go beyond the budget. Candidate 0 is the *baseline*: it takes part in
+every rung, first, and is never dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from appliance.vocabulary import Word
+
+BASELINE = 0
+
+
+class Rung(Word, frozen=True):
+    """How long the replays are that candidates have to pass: a share of the window (0 to 1), so
+    many times each."""
+
+    share: float
+    replays: int = 1
+
+
+class Trial(NamedTuple):
+    """A replay to make: number `replay` (from 0) of a candidate on a rung."""
+
+    candidate: int
+    rung: int
+    replay: int
+
+
+class Dropped(NamedTuple):
+    """Why a candidate was given up, and on which rung."""
+
+    rung: int
+    reason: str
+
+
+OUT_OF_BUDGET = "the CPU time was used up"
+LOST = "others did better on a short replay"
+
+
+class Halving:
+    """The search. `next`, then `scored` or `failed`, until `next` is None.
+
+    With n candidates a rung costs O(n log n), besides its replays.
+    """
+
+    def __init__(self, candidates: int, rungs: Sequence[Rung], budget_seconds: float) -> None:
+        """`candidates` with the baseline; rungs from the shortest replays to the longest. Raises
+        `ValueError` if there is no candidate or no rung."""
+        if candidates < 1 or not rungs:
+            raise ValueError("a search needs a baseline and a rung")
+        self._rungs = tuple(rungs)
+        self._budget = budget_seconds
+        self._limits = _limits(candidates - 1, rungs, budget_seconds)
+        self._spent = 0.0
+        self._costs: dict[int, float] = {}
+        """CPU seconds of the newest replay of a candidate, over its share of the window."""
+        self._scores: list[list[list[float]]] = [[[] for _ in rungs] for _ in range(candidates)]
+        self.dropped: dict[int, Dropped] = {}
+        """Candidates that were given up."""
+        self._rung = 0
+        self._queue = list(range(candidates))
+        """Candidates that still have to pass this rung, the one that is at it first."""
+
+    @property
+    def spent_seconds(self) -> float:
+        """CPU time of all replays so far."""
+        return self._spent
+
+    def next(self) -> Trial | None:
+        """The next replay to make; None when the search is over."""
+        while BASELINE not in self.dropped:
+            if self._queue:
+                candidate = self._queue[0]
+                done = len(self._scores[candidate][self._rung])
+                if done == self._rungs[self._rung].replays:
+                    del self._queue[0]
+                elif done == 0 and self._expected(candidate) > self._left(candidate):
+                    self._drop(candidate, OUT_OF_BUDGET)
+                else:
+                    return Trial(candidate, self._rung, done)
+            elif self._rung + 1 < len(self._rungs):
+                self._climb()
+            else:
+                break
+        return None
+
+    def allowance_seconds(self, trial: Trial) -> float:
+        """CPU time that the replay may take at most; what takes longer should be stopped and
+        reported as failed."""
+        return max(0.0, self._left(trial.candidate))
+
+    def scored(self, trial: Trial, score: float, cpu_seconds: float) -> None:
+        """The replay was made, and is worth `score` (more is better)."""
+        self._pay(trial, cpu_seconds)
+        self._scores[trial.candidate][trial.rung].append(score)
+
+    def failed(self, trial: Trial, reason: str, cpu_seconds: float) -> None:
+        """The replay could not be made: its candidate is given up."""
+        self._pay(trial, cpu_seconds)
+        self._drop(trial.candidate, reason)
+
+    def reached(self, candidate: int) -> int | None:
+        """The last rung that a candidate has passed; None if it has passed none."""
+        passed = [
+            number
+            for number, rung in enumerate(self._rungs)
+            if len(self._scores[candidate][number]) == rung.replays
+        ]
+        return passed[-1] if passed else None
+
+    def finalists(self) -> list[int]:
+        """Candidates that have passed the last rung, in their own order."""
+        last = len(self._rungs) - 1
+        return [number for number in range(len(self._scores)) if self.reached(number) == last]
+
+    def _pay(self, trial: Trial, cpu_seconds: float) -> None:
+        self._spent += cpu_seconds
+        self._costs[trial.candidate] = cpu_seconds / self._rungs[trial.rung].share
+
+    def _expected(self, candidate: int) -> float:
+        """CPU time of all replays of a candidate on this rung: as its own, else as the baseline's;
+        0 of the very first."""
+        cost = self._costs.get(candidate, self._costs.get(BASELINE, 0.0))
+        rung = self._rungs[self._rung]
+        return cost * rung.share * rung.replays
+
+    def _left(self, candidate: int) -> float:
+        limit = self._budget if candidate == BASELINE else self._limits[self._rung]
+        return limit - self._spent
+
+    def _drop(self, candidate: int, reason: str) -> None:
+        self.dropped[candidate] = Dropped(self._rung, reason)
+        self._queue.remove(candidate)
+
+    def _climb(self) -> None:
+        """The better half of those that passed go on, the best first: if the budget does not
+        suffice for all, it is they that are replayed."""
+        scores = {
+            number: _mean(rows[self._rung])
+            for number, rows in enumerate(self._scores)
+            if number != BASELINE and number not in self.dropped
+        }
+        ranked = sorted(scores, key=lambda number: (-scores[number], number))
+        kept = math.ceil(len(ranked) / 2)
+        for number in ranked[kept:]:
+            self.dropped[number] = Dropped(self._rung, LOST)
+        self._rung += 1
+        self._queue = [BASELINE, *ranked[:kept]]
+
+
+def _limits(challengers: int, rungs: Sequence[Rung], budget_seconds: float) -> list[float]:
+    """What may be spent until the end of each rung: so that later ones have their part of the
+    budget if replays cost by their length."""
+    weights = []
+    for rung in rungs:
+        weights.append(rung.share * rung.replays * (challengers + 1))
+        challengers = math.ceil(challengers / 2)
+    return [budget_seconds * part / sum(weights) for part in accumulate(weights)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
