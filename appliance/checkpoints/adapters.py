@@ -224,8 +224,8 @@ def check_base(config: ModelConfig, *, task: Task, ranks: int, cuda: bool) -> No
         why += ", ".join(sorted(TRIED)) + " are"
     elif quantization.rounds_activations(config):
         why = "adapters of weights and activations in 8 bits are not served: vLLM has none of them"
-    elif quantization.lies_in_words(config):
-        why = "adapters of integers that are multiplied as they are read are not served: no test "
+    elif quantization.needs_several_tensors(config):
+        why = "adapters of weights that are multiplied as they are read are not served: no test "
         why += "computes them"
     elif task is not Task.GENERATE:
         why = "adapters are served for models that generate text, not for those that pool"

@@ -392,14 +392,19 @@ def _pools(config: ModelConfig) -> _Found:
     return None
 
 
+def _sparse(config: ModelConfig) -> _Found:
+    if not config.get("index_topk") and config.model_type not in _SPARSE:
+        return None
+    return (
+        f"{config.architecture} chooses which tokens to read (sparse MLA), which is not supported "
+        f"yet; on CPUs, {_SPARSE.get(config.model_type, _NO_SPARSE)}",
+        ANOTHER,
+    )
+
+
 def _unequal(config: ModelConfig) -> _Found:
     name = config.architecture
     known = known_models().types.get(config.model_type)
-    if config.get("index_topk") or config.model_type in _SPARSE:
-        return (
-            f"{name} chooses which tokens to read (sparse MLA), which is not supported yet",
-            ANOTHER,
-        )
     chunk = config.get("attention_chunk_size")
     if chunk and config.model_type not in CHUNKED:
         return f"{name} attends to chunks of its context, which is not supported yet", ANOTHER
@@ -420,11 +425,19 @@ _NOT_SERVED: Final = {
     "MiMoV2ForCausalLM": _SHARDS,
 }
 """By architecture, what its layers do that is not served here or by vLLM."""
-_SPARSE: Final = frozenset({"deepseek_v32", "deepseek_v4", "deepseek_v41", "glm_moe_dsa"})
-"""Types of which each file says `index_topk`, or should."""
+_NO_SPARSE: Final = "vLLM has no such attention"
+_NO_TRITON: Final = "vLLM needs Triton for it, which its build for CPUs lacks"
+_SPARSE: Final[Mapping[str, str]] = {
+    "deepseek_v32": _NO_SPARSE,
+    "deepseek_v4": _NO_TRITON,
+    "deepseek_v41": _NO_SPARSE,
+    "glm_moe_dsa": _NO_SPARSE,
+}
+"""Types of which each file says `index_topk`, or should, and what vLLM lacks for them on CPUs."""
 
 _CHECKS: Final[tuple[Callable[[ModelConfig], _Found], ...]] = (
     _not_served,
+    _sparse,
     _quantized,
     _unknown,
     _traits,

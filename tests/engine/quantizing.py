@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -115,7 +116,9 @@ def multiply(path: str, multiplied: str) -> None:
     products = {}
     for name, tensor in stored.items():
         stem = name.rpartition(".")[0]
-        if name.endswith((".qweight", ".weight_packed")):
+        if tensor.dtype == torch.int8:
+            products[name] = tensor.float() * stored[f"{name}_scale"].float()
+        elif name.endswith((".qweight", ".weight_packed")):
             scales = stored[f"{stem}.{'weight_scale' if 'packed' in name else 'scales'}"].float()
             if method == "gptq":
                 numbers = _numbers(tensor, 0, IN_ORDER[: 32 // bits])
@@ -243,6 +246,80 @@ def to_microscaled(path: str, multiplied: str) -> None:
         settings.write_text(json.dumps(read))
         for own, tensors in files.items():
             save_file(tensors, Path(folder) / f"{own}.safetensors", metadata={"format": "pt"})
+
+
+def modelopt_config(*, apart: bool = False) -> dict[str, Any]:
+    """What ModelOpt says of weights in NVFP4, also of those in a file `apart`: keys and values
+    are to be floats of 8 bits."""
+    algorithm = {"quant_algo": "NVFP4", "group_size": 16}
+    if apart:
+        own = {**algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+        return {"producer": {"name": "modelopt"}, "quantization": own}
+    numbers = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    group = {"weights": numbers, "input_activations": numbers, "targets": ["Linear"]}
+    cache = {"num_bits": 8, "type": "float", "dynamic": False}
+    told = {"quant_method": "modelopt", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {**told, **algorithm, "kv_cache_scheme": cache}
+
+
+def nvfp4_config() -> dict[str, Any]:
+    """The same as llm-compressor says it, without keys and values."""
+    numbers = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
+    inputs = {**numbers, "dynamic": "local", "symmetric": True}
+    return _compressed("nvfp4-pack-quantized", numbers, inputs)
+
+
+def to_nvfp4(path: str, multiplied: str, config: dict[str, Any]) -> None:
+    """Rewrite the checkpoint with linear layers in NVFP4, but for those that ModelOpt's `config`
+    has in its list, and the one at `multiplied` with what
+    vLLM's emulation for GPUs makes of them, in float32."""
+    import torch
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+    from safetensors.torch import load_file, save_file
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
+        dequantize_to_dtype,
+    )
+
+    compressed = config.get("quant_method") == "compressed-tensors"
+    stored: dict[str, torch.Tensor] = {}
+    products: dict[str, torch.Tensor] = {}
+    for name, values in load_file(Path(path) / "model.safetensors").items():
+        plain = values.to(torch.bfloat16)
+        stored[name] = products[name] = plain
+        left = any(fnmatch(name, pattern) for pattern in config.get("ignore", ()))
+        if values.ndim != 2 or not re.search(r"\.\d+\.", name) or "gate." in name or left:
+            continue
+        blocks = values.float().unflatten(1, (-1, 16))
+        whole = values.abs().max().float() / (448 * 6)
+        divisor = 1.0 / whole
+        if compressed:
+            whole = 1.0 / divisor
+        factors = (blocks.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+        scaled = blocks / (factors.float() * whole).clamp(min=1e-9)[..., None]
+        packed = pack_fp4_to_uint8(scaled.flatten(1))
+        stem = name.removesuffix(".weight")
+        del stored[name]
+        stored |= {f"{stem}.weight_scale": factors}
+        if compressed:
+            stored |= {f"{stem}.weight_packed": packed, f"{stem}.input_global_scale": torch.ones(1)}
+            stored[f"{stem}.weight_global_scale"] = divisor.view(1)
+        else:
+            stored |= {f"{stem}.weight": packed, f"{stem}.weight_scale_2": whole}
+            stored[f"{stem}.input_scale"] = torch.tensor(1.0)
+            if stem.endswith(("k_proj", "v_proj")):
+                stored[f"{stem}.{stem[-6]}_scale"] = torch.tensor(0.5)
+        products[name] = dequantize_to_dtype(packed, factors, whole, torch.float32, swizzle=False)
+    for folder, tensors in ((path, stored), (multiplied, products)):
+        settings = Path(folder) / "config.json"
+        read = {**json.loads(settings.read_text()), "torch_dtype": "bfloat16"}
+        read.pop("dtype", None)
+        if folder == path and "quantization" in config:
+            (Path(folder) / "hf_quant_config.json").write_text(json.dumps(config))
+        elif folder == path:
+            read["quantization_config"] = config
+        settings.write_text(json.dumps(read))
+        whole_tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole_tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
 def _is_left(layer: str, config: dict[str, Any]) -> bool:

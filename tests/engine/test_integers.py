@@ -1,5 +1,5 @@
-"""Models with experts in integers of 4 bits, and models in 8 bits of GPTQ: each is that of a
-checkpoint with the products."""
+"""Models with experts in integers of 4 bits or in W8A8, and models in 8 bits of GPTQ: each is that
+of a checkpoint with the products."""
 
 from __future__ import annotations
 
@@ -27,10 +27,20 @@ from tests.engine.quantizing import (
     multiply,
     quantize,
     w4a16_config,
+    w8a8_config,
 )
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_microscaled import plain_experts
-from tests.engine.test_quantized import CONTEXT, DEVICES, answers, image, label, plain
+from tests.engine.test_quantized import (
+    CONTEXT,
+    DEVICES,
+    answers,
+    image,
+    label,
+    packed_now,
+    plain,
+    start,
+)
 
 __all__ = ["plain_experts"]
 
@@ -50,16 +60,18 @@ METHODS = [
     w4a16_config(32, symmetric=False) | ROUTERS,
     gptq_config(-1),
 ]
+W8A8 = w8a8_config() | ROUTERS
 EIGHT = gptq_config(32, bits=8)
 CASES = [
     *((MIXTRAL, config) for config in METHODS),
+    *((architecture, W8A8) for architecture in sorted(EXPERTS_TRIED)),
     *(
         (architecture, METHODS[n % 3])
         for n, architecture in enumerate(sorted(EXPERTS_TRIED - {MIXTRAL}))
     ),
     *((architecture, EIGHT) for architecture in sorted(EIGHT_BITS_TRIED)),
 ]
-"""One with each method, and the others with one in turn."""
+"""One with each method, and the others with one in turn, and all with W8A8."""
 
 Both = Callable[..., tuple[str, str]]
 
@@ -113,7 +125,11 @@ def test_images_are_those_of_the_products(
     ("architecture", "config"),
     [
         pytest.param(a, c, id=f"{a}-{label(c)}")
-        for a, c in [*((MIXTRAL, config) for config in METHODS[:3]), ("Qwen2ForCausalLM", EIGHT)]
+        for a, c in [
+            *((MIXTRAL, config) for config in [*METHODS[:3], W8A8]),
+            ("Qwen3MoeForCausalLM", W8A8),
+            ("Qwen2ForCausalLM", EIGHT),
+        ]
     ],
 )
 def test_outputs_equal_plain_vllm_with_the_products(
@@ -135,6 +151,7 @@ def test_outputs_equal_plain_vllm_with_the_products(
     ("architecture", "config", "why"),
     [
         (MIXTRAL, METHODS[0], "No WNA16 MoE backend"),
+        (MIXTRAL, W8A8, "No Int8 MoE backend"),
         ("LlamaForCausalLM", EIGHT, "does not support weight_bits = uint8b128"),
     ],
 )
@@ -161,7 +178,7 @@ def test_small_pieces(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     from appliance.engines.vllm.weights import loading
 
     name = SERVED[MIXTRAL]
-    for config in METHODS[1:4:2]:
+    for config in [*METHODS[1:4:2], W8A8]:
         stored, products = both(name, config)
         houses = make_house(), make_house()
         houses[0].build(name, products, dtype="bfloat16")
@@ -174,7 +191,23 @@ def test_small_pieces(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.rmtree(Path(products).parent)
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq 8", "awq", "compressed-tensors"])
+def test_products_are_kept(both: Both, tmp_path: Path) -> None:
+    """The second start reads the first one's image."""
+    name = SERVED[MIXTRAL]
+    stored, products = both(name, W8A8)
+
+    houses = [start(stored, tmp_path / "images", name) for _ in range(2)]
+
+    assert [packed_now(house, name) for house in houses] == [True, False]
+    plain = make_house()
+    plain.build(name, products, dtype="bfloat16")
+    expected = image(plain, name)
+    assert [image(house, name) for house in houses] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "method", ["gptq", "gptq 8", "awq", "compressed-tensors", "compressed-tensors 8"]
+)
 @pytest.mark.parametrize(("first", "count"), [(0, 1024), (3, 1), (31, 2), (64, 32), (300, 700)])
 def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
     """Pieces begin anywhere in a row, and in a word."""
@@ -185,12 +218,15 @@ def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
         "gptq 8": [(columns // 4, rows), (groups, rows), None],
         "awq": [(columns, rows // 8), (groups, rows), (groups, rows // 8)],
         "compressed-tensors": [(rows, columns // 8), (rows, groups), (rows // 8, groups)],
+        "compressed-tensors 8": [(rows, columns), (rows, 1), None],
     }
     shapes = layouts[method]
-    kinds = (torch.int32, torch.float16, torch.int32)
+    method, _, eight = method.partition(" ")
+    single = bool(eight) and method != "gptq"
+    kinds = (torch.int8 if single else torch.int32, torch.float16, torch.int32)
     files = [
-        torch.randint(-(2**31), 2**31, shape or (0,), generator=dice).to(torch.int32)
-        if kind is torch.int32
+        torch.randint(-(2**31), 2**31, shape or (0,), generator=dice).to(kind)
+        if kind is not torch.float16
         else torch.rand(shape or (0,), generator=dice).to(kind)
         for shape, kind in zip(shapes, kinds, strict=True)
     ]
@@ -201,8 +237,7 @@ def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
     words, scales, zeros = places
     assert words
     assert scales
-    method, _, eight = method.partition(" ")
-    each = 4 if eight else 8
+    each = {"": 8, "8": 1 if single else 4}[eight]
     origin = IntegersOrigin("a", method, (rows, columns), words, scales, zeros, each)
 
     def read(use: str, file: int, offset: int, nbytes: int) -> torch.Tensor:

@@ -246,15 +246,15 @@ def test_slices_give_the_bytes_of_whole_layers(
     assert image(sliced, LLAMA) == image(whole, LLAMA)
 
 
-def start(path: str, folder: Path) -> House:
-    """An engine of a Llama as one start of the appliance has it, with its images in the folder."""
+def start(path: str, folder: Path, name: str = LLAMA) -> House:
+    """An engine as one start of the appliance has it, with its images in the folder."""
     from appliance.engines.vllm.engine import VllmEngine
 
     house = make_house()
     writer = ImageWriter(house.host)
     folder.mkdir(exist_ok=True)
     engine: Any = VllmEngine.build(
-        LLAMA,
+        name,
         path,
         dtype="bfloat16",
         max_context=CONTEXT,
@@ -265,16 +265,16 @@ def start(path: str, folder: Path) -> House:
         images=ImageFolder(folder, 0, writer),
         verify=True,
     )
-    house.engines[LLAMA] = engine
-    house.images[LLAMA] = house.places(engine.host_slabs, SLAB)
-    engine.store_weights(house.images[LLAMA], fill=True)
+    house.engines[name] = engine
+    house.images[name] = house.places(engine.host_slabs, SLAB)
+    engine.store_weights(house.images[name], fill=True)
     writer.join()
     return house
 
 
-def packed_now(house: House) -> bool:
+def packed_now(house: House, name: str = LLAMA) -> bool:
     """Whether the image was made of the checkpoint, and not read as it was kept."""
-    packed: bool = house.engines[LLAMA]._placed.kept.packed
+    packed: bool = house.engines[name]._placed.kept.packed
     return packed
 
 

@@ -8,22 +8,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from appliance.checkpoints.families import UnsupportedModel
 from appliance.config.schema import Model
 from appliance.config.sizing import read_model
 from appliance.engines.protocol import Verdict
 from appliance.engines.vllm.weights import parameters
+from appliance.engines.vllm.weights.recipe import UnsupportedCheckpoint
 from tests.configs import CONFIGS, NOT_ON_CPU, SPARSE
 from tests.engine.house import House, Sampling, make_house, sequence
 from tests.engine.quantizing import make_plain
 from tests.engine.test_families import CONTEXT, DEVICES
-from tests.engine.uncomputed import make_step, place_weights, plain_weights
+from tests.engine.uncomputed import make_step, make_v4, place_weights, plain_weights
 
 STEP = "step-3.5-flash-bf16"
 KIMI = "kimi-linear-48b-a3b"
+V4 = "deepseek-v4"
 MAMBA_1 = sorted(set(NOT_ON_CPU) - {STEP, KIMI})
-REASONS = {**NOT_ON_CPU, **dict.fromkeys(SPARSE, r"chooses which tokens to read \(sparse MLA\)")}
+CHOOSES = r"chooses which tokens to read \(sparse MLA\)"
+REASONS = {
+    **NOT_ON_CPU,
+    **dict.fromkeys(SPARSE, f"{CHOOSES}.* on CPUs, vLLM has no such attention"),
+    V4: f"{CHOOSES}.* on CPUs, vLLM needs Triton for it",
+}
 DTYPES = ["float32", "bfloat16"]
 SLABS = 48
 
@@ -34,7 +42,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("uncomputed")
     written = [*MAMBA_1, KIMI, *SPARSE]
     make_plain(folder, written)
-    return {STEP: make_step(folder, STEP, CONFIGS[STEP])} | {n: str(folder / n) for n in written}
+    made = {STEP: make_step(folder, STEP, CONFIGS[STEP]), V4: make_v4(folder)}
+    return made | {n: str(folder / n) for n in written}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,6 +151,39 @@ def test_weights_of_sparse_attention(
     assert any(".indexer." in tensor for tensor in found)
     with pytest.raises(parameters.PrivateWeights, match="topk_indices_buffer"):
         compare(make_house(), checkpoints[name], dtype)
+
+
+def test_the_attention_of_v4_needs_triton(checkpoints: dict[str, str]) -> None:
+    """vLLM has a model of it for CPUs, and kernels. But what prepares each step maps tokens to
+    requests with a kernel of Triton, of which there is none here. Once there is, this fails."""
+    from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
+
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(TypeError, match="'function' object is not subscriptable"):
+        compute_token_to_req_indices(starts, torch.zeros(3, dtype=torch.int32), 3, 3)
+
+
+def test_layers_of_v4_keep_copies_of_weights(checkpoints: dict[str, str]) -> None:
+    """vLLM packs one of a layer's weights apart, where no eviction would reach it: an engine of it
+    is refused for that."""
+    with pytest.raises(UnsupportedCheckpoint, match=r"attn\.wo_a\.weight while loading"):
+        place_weights(make_house(), checkpoints[V4], "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_v4(
+    checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Without what is made of them besides: a packed copy, and norms in float32."""
+    from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention
+
+    for made in ("_wrap_wo_a_process_weights_after_loading", "process_weights_after_loading"):
+        monkeypatch.setattr(DeepseekV4CPUAttention, made, lambda *_: None)
+    found = compare(make_house(), checkpoints[V4], dtype, moved=False)
+    for part in ("indexer.wq_b", "compressor.ape", "attn_sink", "hc_ffn_fn", "gate.tid2eid"):
+        assert any(part in tensor for tensor in found)
+    with pytest.raises(parameters.PrivateWeights, match="topk_indices_buffer"):
+        compare(make_house(), checkpoints[V4], dtype)
 
 
 def compare(house: House, path: str, dtype: str, *, moved: bool = True) -> dict[str, bytes]:

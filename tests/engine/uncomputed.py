@@ -10,7 +10,7 @@ import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -78,6 +78,120 @@ def make_step(folder: Path, name: str, config: dict[str, Any]) -> str:
     (path / "config.json").write_text(json.dumps(small))
     save_tokenizer(path)
     return str(path)
+
+
+V4: Final[dict[str, Any]] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "compress_ratios": [0, 4, 128],
+    "compress_rope_theta": 160000,
+    "hc_eps": 1e-6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "head_dim": 512,
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "index_head_dim": 128,
+    "index_n_heads": HEADS,
+    "index_topk": 512,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": HIDDEN // 2,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": HEADS,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "num_nextn_predict_layers": 0,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 1024},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "sliding_window": 128,
+    "swiglu_limit": 10.0,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB,
+}
+"""A DeepSeek V4 with a layer of each kind: a window alone, with compressed tokens that an indexer
+chooses from, and with all of more compressed ones. Experts of the first are chosen by tokens."""
+
+
+def make_v4(folder: Path) -> str:
+    """Write it in the type that it is computed in, with the names of DeepSeek's own files (those of
+    transformers are others). Its path."""
+    from safetensors.torch import save_file
+
+    mixed, streams = (2 + V4["hc_mult"]) * V4["hc_mult"], V4["hc_mult"] * HIDDEN
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (VOCAB, HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "head.weight": (VOCAB, HIDDEN),
+        "hc_head_fn": (V4["hc_mult"], streams),
+        "hc_head_base": (V4["hc_mult"],),
+        "hc_head_scale": (1,),
+    }
+    for number, ratio in enumerate(V4["compress_ratios"]):
+        own: dict[str, tuple[int, ...]] = {}
+        for part in ("attn", "ffn"):
+            own |= {f"{part}_norm.weight": (HIDDEN,), f"hc_{part}_fn": (mixed, streams)}
+            own |= {f"hc_{part}_base": (mixed,), f"hc_{part}_scale": (3,)}
+        own |= _attention(ratio)
+        width, own["ffn.gate.weight"] = V4["moe_intermediate_size"], (EXPERTS, HIDDEN)
+        own["ffn.gate.bias" if number else "ffn.gate.tid2eid"] = (
+            (EXPERTS,) if number else (VOCAB, V4["num_experts_per_tok"])
+        )
+        for expert in (*(f"experts.{n}" for n in range(EXPERTS)), "shared_experts"):
+            own |= {f"ffn.{expert}.{part}.weight": (width, HIDDEN) for part in ("w1", "w3")}
+            own[f"ffn.{expert}.w2.weight"] = (HIDDEN, width)
+        shapes |= {f"layers.{number}.{part}": shape for part, shape in own.items()}
+    dice = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randint(0, EXPERTS, shape, generator=dice, dtype=torch.int32)
+        if name.endswith("tid2eid")
+        else torch.randn(shape, generator=dice)
+        for name, shape in shapes.items()
+    }
+    path = folder / "deepseek-v4"
+    path.mkdir(parents=True)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(V4))
+    save_tokenizer(path)
+    return str(path)
+
+
+def _attention(ratio: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of an attention layer whose tokens are compressed by `ratio`; by none with 0."""
+    wide, low, out = V4["head_dim"], V4["q_lora_rank"], V4["o_groups"] * V4["o_lora_rank"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn.attn_sink": (HEADS,),
+        "attn.wq_a.weight": (low, HIDDEN),
+        "attn.wkv.weight": (wide, HIDDEN),
+        "attn.wq_b.weight": (HEADS * wide, low),
+        "attn.wo_a.weight": (out, HEADS * wide // V4["o_groups"]),
+        "attn.wo_b.weight": (HIDDEN, out),
+        "attn.q_norm.weight": (low,),
+        "attn.kv_norm.weight": (wide,),
+    }
+    compressors = {"attn.compressor": wide} if ratio else {}
+    if ratio == 4:  # of which an indexer chooses
+        index = V4["index_head_dim"]
+        compressors["attn.indexer.compressor"] = index
+        shapes["attn.indexer.wq_b.weight"] = (V4["index_n_heads"] * index, low)
+        shapes["attn.indexer.weights_proj.weight"] = (V4["index_n_heads"], HIDDEN)
+    for name, size in compressors.items():
+        rows = size * (2 if ratio == 4 else 1)
+        shapes |= {f"{name}.{part}.weight": (rows, HIDDEN) for part in ("wkv", "wgate")}
+        shapes |= {f"{name}.ape": (ratio, rows), f"{name}.norm.weight": (size,)}
+    return shapes
 
 
 def _gated(part: str, of: tuple[int, ...], width: int) -> dict[str, tuple[int, ...]]:

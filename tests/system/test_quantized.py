@@ -15,7 +15,16 @@ import httpx
 from appliance.config.loader import load_config
 from appliance.demo.run import running_daemon
 from tests.configs import CONFIGS
-from tests.engine.quantizing import awq_config, gptq_config, quantize, to_floats, w8a8_config
+from tests.engine.quantizing import (
+    awq_config,
+    gptq_config,
+    modelopt_config,
+    multiply,
+    quantize,
+    to_floats,
+    to_nvfp4,
+    w8a8_config,
+)
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS
 from tests.system.test_kinds import PROMPTS, SHORT_TURNS, ask, configure, plain
@@ -25,8 +34,10 @@ MODELS = {
     "qwen2.5-7b-instruct": gptq_config(128),
     "qwen3-8b": w8a8_config(),
 }
-FLOATS = "mistral-7b-v0.3"
-"""In floats of 8 bits: its outputs are those of a checkpoint that has their products."""
+EXPERTS, FLOATS, NVFP4 = "qwen3-30b-a3b", "mistral-7b-v0.3", "deepseek-r1-distill-llama-8b"
+PRODUCTS = (EXPERTS, FLOATS, NVFP4)
+"""In W8A8 with experts, floats of 8 bits, and NVFP4: their outputs are those of checkpoints that
+have the products."""
 POOL = "3MiB"
 
 Outputs = dict[tuple[str, int], list[int]]
@@ -37,10 +48,15 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
     for name, config in MODELS.items():
         paths[name] = make_shrunken(tmp_path, name, CONFIGS[name])
         quantize(paths[name], config)
-    products = make_shrunken(tmp_path / "products", FLOATS, CONFIGS[FLOATS])
-    paths[FLOATS] = str(shutil.copytree(products, tmp_path / FLOATS))
-    to_floats(paths[FLOATS], products, (32, 32))
-    same = {**paths, FLOATS: products}
+    products = {
+        name: make_shrunken(tmp_path / "products", name, CONFIGS[name]) for name in PRODUCTS
+    }
+    paths |= {name: str(shutil.copytree(products[name], tmp_path / name)) for name in PRODUCTS}
+    quantize(paths[EXPERTS], w8a8_config() | {"ignore": ["lm_head", "re:.*gate$"]})
+    multiply(paths[EXPERTS], products[EXPERTS])
+    to_floats(paths[FLOATS], products[FLOATS], (32, 32))
+    to_nvfp4(paths[NVFP4], products[NVFP4], modelopt_config())
+    same = {**products, **{name: paths[name] for name in MODELS}}  # those with experts first
     expected = plain(same, "appliance.engines.vllm.reference", "bfloat16")
     file = configure(
         tmp_path,
@@ -65,7 +81,7 @@ async def ask_all(url: str) -> Outputs:
         await asyncio.gather(
             *(
                 ask(client, name, number, outputs.setdefault((name, number), []), lambda: None)
-                for name in (*MODELS, FLOATS)
+                for name in (*MODELS, *PRODUCTS)
                 for number in range(len(PROMPTS))
             )
         )

@@ -1,10 +1,10 @@
-"""Models with experts whose weights are integers of 4 bits (GPTQ, AWQ, compressed-tensors' W4A16),
-and models whose weights are integers of 8 bits (GPTQ).
+"""Models with experts whose weights are integers of 4 bits (GPTQ, AWQ, compressed-tensors' W4A16)
+or of 8 bits (its W8A8), and models whose weights are integers of 8 bits (GPTQ).
 
-vLLM's CPU kernel for such experts needs AMX, and it has none for 8 bits. So the whole model is
-served as if its checkpoint had the products, (number - zero) * scale, in the type that it is
-computed in. Which tensors a layer has is said in the modules `quantization` and
-`compressed_tensors` of this package.
+vLLM's CPU kernels for such experts need AMX, and it has none for GPTQ in 8 bits. So the whole model
+is served as if its checkpoint had the products, (number - zero) * scale, in the type that it is
+computed in. Activations are then not rounded to 8 bits. Which tensors a layer has is said in the
+modules `quantization` and `compressed_tensors` of this package.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ _COMPRESSED: Final = _Endings(
     compressed_tensors.SHAPE,
 )
 _WORDS: Final = (_OWN.words, _COMPRESSED.words)
+_SINGLE: Final = _COMPRESSED._replace(words=".weight")
+"""Of compressed-tensors' W8A8, which has each number in an element of its own."""
+_SINGLE_TYPE: Final = "I8"
 
 
 class Layer(NamedTuple):
@@ -57,10 +60,10 @@ class Layer(NamedTuple):
     words: TensorEntry
     scales: TensorEntry
     zeros: TensorEntry | None
-    """None if the middle is the zero of all: 8, or 128."""
+    """None if the middle is the zero of all: 8 or 128, or 0 of what has a sign."""
     shape: tuple[int, int]
     each: int
-    """Weights in a word."""
+    """Weights in a word; 1 if each has an element of its own."""
 
 
 class Words(NamedTuple):
@@ -75,39 +78,53 @@ class Words(NamedTuple):
         return math.prod(tensor.shape) * (self.each if tensor.name.endswith(_WORDS) else 1)
 
     def widened(self, tensors: Iterable[TensorEntry], element: int, /) -> int:
-        words = (tensor for tensor in tensors if tensor.name.endswith(_WORDS))
+        endings = _WORDS if self.each > 1 else (_SINGLE.words,)
+        kinds = (_INTEGERS, _SINGLE_TYPE)
+        words = (one for one in tensors if one.name.endswith(endings) and one.dtype in kinds)
         return sum(self.numbers(tensor) * element - tensor.nbytes for tensor in words)
 
 
 def per_word(found: Mapping[str, Any]) -> int:
-    """Weights in a word of 32 bits, by a ``quantization_config`` of integers."""
+    """Weights in an element, by a ``quantization_config`` of integers: a word of 32 bits, or, of
+    W8A8, a single number."""
+    if _compressed_bits(found) == 8:
+        return 1
     eight = found.get("quant_method") == GPTQ and found.get("bits") == 8
     return NUMBERS // 2 if eight else NUMBERS
 
 
 def is_of(found: Mapping[str, Any]) -> bool:
-    """Whether this ``quantization_config`` is of weights in integers in words, as far as the method
+    """Whether this ``quantization_config`` is of weights in such integers, as far as the method
     says."""
     if found.get("quant_method") != compressed_tensors.METHOD:
         return found.get("quant_method") in (GPTQ, AWQ)
+    return _compressed_bits(found) in (4, 8)
+
+
+def _compressed_bits(found: Mapping[str, Any]) -> int | None:
+    """Of compressed-tensors' integers; None of all others."""
+    if found.get("quant_method") != compressed_tensors.METHOD:
+        return None
     if compressed_tensors.why_not_whole(dict(found)):
-        return False
-    _, group = compressed_tensors.sole_group(dict(found))
-    return bool(group["weights"].get("num_bits") == 4)
+        return None
+    weights = compressed_tensors.sole_group(dict(found))[1]["weights"]
+    bits = weights.get("num_bits")
+    return bits if weights.get("type") == "int" and type(bits) is int else None
 
 
 def has_words(found: Mapping[str, Any], tensor: TensorEntry) -> bool:
     """Whether it has the numbers of a quantized layer."""
-    return tensor.name.endswith(_endings(found).words)
+    own = _endings(found)
+    return tensor.name.endswith(own.words) and (own is not _SINGLE or tensor.dtype == _SINGLE_TYPE)
 
 
 def why_not_tensors(found: Mapping[str, Any], known: Mapping[str, TensorEntry]) -> str | None:
     """Why the products cannot be made of these tensors, of which each has its shape; None if they
     can."""
     own = _endings(found)
-    other = _OWN if own is _COMPRESSED else _COMPRESSED
+    others = {ending for form in (_OWN, _COMPRESSED) for ending in form} - set(own)
     for tensor in known.values():
-        if tensor.name.endswith(other):
+        if tensor.name.endswith(tuple(others)):
             return f"{tensor.name} is there, which {found['quant_method']} does not have"
         if has_words(found, tensor) and layer(found, tensor, known) is None:
             return f"{tensor.name} lacks scales or zeros, or these have another type than theirs"
@@ -126,7 +143,8 @@ def layer(
         zeros = None
     if scales is None or (zeros is None and method == AWQ):
         return None
-    types = [(words, (_INTEGERS,)), (scales, _FLOATS)]
+    kind = _SINGLE_TYPE if own is _SINGLE else _INTEGERS
+    types = [(words, (kind,)), (scales, _FLOATS)]
     types += [] if zeros is None else [(zeros, (_INTEGERS,))]
     if any(one.dtype not in kinds or len(one.shape) != 2 for one, kinds in types):
         return None
@@ -151,7 +169,9 @@ def _is_unused(name: str, besides: tuple[str, ...]) -> bool:
 
 
 def _endings(found: Mapping[str, Any]) -> _Endings:
-    return _COMPRESSED if found["quant_method"] == compressed_tensors.METHOD else _OWN
+    if found["quant_method"] != compressed_tensors.METHOD:
+        return _OWN
+    return _COMPRESSED if per_word(found) > 1 else _SINGLE
 
 
 def unused(tensors: Iterable[TensorEntry]) -> set[str]:

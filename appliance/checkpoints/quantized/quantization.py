@@ -1,8 +1,8 @@
 """Weights that are quantized: what ``config.json`` says of them, and which of them are served.
 
 Integers of compressed-tensors are (`compressed_tensors`), floats of 8 and of 4 bits (`floats`,
-`microscaled`), and GPTQ and AWQ in 4 bits, as vLLM's CPU kernel computes with them, or with experts
-or 8 bits as their products (`integers`); all of them modules of this package:
+`microscaled`, `nvfp4`), and GPTQ and AWQ in 4 bits, as vLLM's CPU kernel computes with them, or
+with experts or 8 bits as their products (`integers`); all of them modules of this package:
 
     NAME.qweight  int32, eight numbers in each      GPTQ [in / 8, out]        AWQ [in, out / 8]
     NAME.scales   a factor for each group of rows   [in / group, out]
@@ -24,7 +24,13 @@ from appliance.checkpoints.language_models import (
     served_architecture,
 )
 from appliance.checkpoints.model_config import ModelConfig
-from appliance.checkpoints.quantized import compressed_tensors, floats, integers, microscaled
+from appliance.checkpoints.quantized import (
+    compressed_tensors,
+    floats,
+    integers,
+    microscaled,
+    nvfp4,
+)
 from appliance.checkpoints.quantized.compressed_tensors import FUSED
 from appliance.checkpoints.safetensors import TensorEntry
 
@@ -92,6 +98,20 @@ MICROSCALED_TRIED: Final = frozenset({"GptOssForCausalLM"})
 """Architectures that `tests/engine/test_microscaled.py` serves with weights in MXFP4."""
 
 
+NVFP4_TRIED: Final = frozenset(
+    {
+        "DeepseekV3ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Architectures that `tests/engine/test_nvfp4.py` serves with weights in NVFP4."""
+
+
 EXPERTS_TRIED: Final = frozenset(
     {
         "DeepseekV3ForCausalLM",
@@ -100,7 +120,8 @@ EXPERTS_TRIED: Final = frozenset(
         "Qwen3MoeForCausalLM",
     }
 )
-"""Architectures with experts that `tests/engine/test_integers.py` serves with weights in 4 bits."""
+"""Architectures with experts that `tests/engine/test_integers.py` serves with weights in 4 bits,
+and in W8A8."""
 
 
 EIGHT_BITS_TRIED: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -128,9 +149,9 @@ def quantization(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def multiplied(config: ModelConfig) -> dict[str, Any] | None:
-    """What the file says of weights that are multiplied by their factors as they are read: floats
-    of 8 or 4 bits, weights in 4 bits of a model with experts, and GPTQ's in 8. None if they are
-    not."""
+    """What is said of weights that are multiplied by their factors as they are read: floats
+    of 8 or 4 bits, weights in 4 bits or W8A8 of a model with experts, and GPTQ's in 8 bits. None if
+    they are not."""
     return said(config) if _products(config) is not None else None
 
 
@@ -144,9 +165,14 @@ def tried(config: ModelConfig) -> frozenset[str]:
         return FLOATS_TRIED
     if microscaled.is_of(found):
         return MICROSCALED_TRIED
-    if _has_eight_bits(found):
-        return frozenset() if config.architecture in MEDIA else EIGHT_BITS_TRIED
-    return TRIED | EXPERTS_TRIED if integers.is_of(found) else TRIED
+    media = config.architecture in MEDIA
+    if nvfp4.is_of(found):
+        return frozenset() if media else NVFP4_TRIED
+    if _is_gptq_of_eight(found):
+        return frozenset() if media else EIGHT_BITS_TRIED
+    if not integers.is_of(found) or (media and integers.per_word(found) == 1):
+        return TRIED
+    return TRIED | EXPERTS_TRIED
 
 
 def forget(config: Any) -> None:
@@ -176,25 +202,27 @@ def _multiplying(found: Mapping[str, Any], architecture: str) -> _Products | Non
         return floats
     if microscaled.is_of(found):
         return microscaled
-    architectures = EIGHT_BITS_TRIED if _has_eight_bits(found) else EXPERTS_TRIED
+    if nvfp4.is_of(found):
+        return nvfp4
+    architectures = EIGHT_BITS_TRIED if _is_gptq_of_eight(found) else EXPERTS_TRIED
     if architecture not in architectures or not integers.is_of(found):
         return None
     return integers.Words(integers.per_word(found))
 
 
-def _has_eight_bits(found: Mapping[str, Any]) -> bool:
-    return integers.per_word(found) != NUMBERS
+def _is_gptq_of_eight(found: Mapping[str, Any]) -> bool:
+    return found.get("quant_method") == integers.GPTQ and found.get("bits") == 8
 
 
 def said(config: ModelConfig) -> dict[str, Any] | None:
-    """What the file says of quantized weights; None if they are not. Layers of a language model
-    that are not have the names by which it is served alone."""
+    """What the file says of quantized weights, or ModelOpt's own file of NVFP4; None if they are
+    not. Layers of a language model that are not have the names by which it is served alone."""
     for values in (config.whole, config.text):
         for name in _SAID_IN:
             found = values.get(name)
             if found and isinstance(found, dict):
                 return {key: _named(value, key, config) for key, value in found.items()}
-    return None
+    return nvfp4.read_apart(config.path / QUANTIZATION_FILE)
 
 
 def _named(value: Any, key: str, config: ModelConfig) -> Any:
@@ -210,9 +238,10 @@ _LEFT_OUT_NAMES: Final = ("ignore", "modules_to_not_convert")
 """Lists of layers that are not quantized."""
 
 
-def lies_in_words(config: ModelConfig) -> bool:
-    """Whether weights are integers in words, and are multiplied as they are read."""
-    return isinstance(_products(config), integers.Words)
+def needs_several_tensors(config: ModelConfig) -> bool:
+    """Whether weights are integers or NVFP4 that are multiplied as they are read."""
+    products = _products(config)
+    return products is nvfp4 or isinstance(products, integers.Words)
 
 
 def rounds_activations(config: ModelConfig) -> bool:
@@ -245,6 +274,8 @@ def why_not(config: ModelConfig) -> str | None:
         reason = floats.why_not(found)
     elif microscaled.is_of(found):
         reason = microscaled.why_not(found)
+    elif nvfp4.is_of(found):
+        reason = nvfp4.why_not(found)
     elif method == compressed_tensors.METHOD:
         reason = compressed_tensors.why_not(found)
     elif method in _KEYS:
@@ -338,6 +369,8 @@ def why_not_tensors(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str 
         return floats.why_not_tensors(found, known)
     if found is not None and microscaled.is_of(found):
         return microscaled.why_not_tensors(known)
+    if found is not None and nvfp4.is_of(found):
+        return nvfp4.why_not_tensors(found, known)
     if found is None or multiplied(config) is None:
         return _why_not_integers(found, known)
     # What is not quantized is seen from the tensors: the names in the list are parts of others.

@@ -26,7 +26,13 @@ from appliance.config.loader import load_config
 from appliance.config.sizing import adapter_places, read_model
 from appliance.errors import CheckpointError, ConfigError
 from appliance.vocabulary import Task
-from tests.engine.quantizing import awq_config, gptq_config, w4a16_config, w8a8_config
+from tests.engine.quantizing import (
+    awq_config,
+    gptq_config,
+    modelopt_config,
+    w4a16_config,
+    w8a8_config,
+)
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 BASE = {Q: (16, 8), DOWN: (8, 24), "lm_head": (32, 8), "model.embed_tokens": (32, 8)}
@@ -233,7 +239,8 @@ def test_layers_of_quantized_bases_have_the_shapes_of_their_weights(
     [
         ({"architectures": ["OPTForCausalLM"]}, {}, "adapters of OPTForCausalLM"),
         ({"quantization_config": w8a8_config()}, {}, "activations in 8 bits"),
-        ({"quantization_config": gptq_config(32, bits=8)}, {}, "adapters of integers that are"),
+        ({"quantization_config": gptq_config(32, bits=8)}, {}, "adapters of weights that are"),
+        ({"quantization_config": modelopt_config()}, {}, "adapters of weights that are"),
         ({}, {"task": Task.EMBED}, "that pool"),
         ({}, {"ranks": 2}, "several ranks"),
         ({}, {"cuda": True}, "on the CPU only"),

@@ -126,7 +126,15 @@ def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) 
             },
             "attention_chunk_size is 100, which is no multiple of 32",
         ),
-        ({"index_topk": 2048}, "chooses which tokens to read"),
+        ({"index_topk": 2048}, "chooses which tokens to read .* vLLM has no such attention"),
+        (
+            {
+                "architectures": ["DeepseekV4ForCausalLM"],
+                "model_type": "deepseek_v4",
+                "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"},
+            },
+            "chooses which tokens to read .* vLLM needs Triton",
+        ),
         (
             {
                 "architectures": ["MiMoV2ForCausalLM"],

@@ -28,7 +28,7 @@ BLOCKS, MATRIX = fp8_config((128, 128)), fp8_config(None)
 ROWS = float_quantized_config("channel")
 OUT, IN = 200, 300
 W, S = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight_scale"
-SIZES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "F32": 4, "BF16": 2}
+SIZES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "F32": 4, "BF16": 2}
 
 
 def store(path: Path, tensors: Tensors) -> Path:

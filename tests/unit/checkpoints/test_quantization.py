@@ -102,7 +102,8 @@ def test_what_is_not(fake_checkpoint: Make, quantization: dict[str, Any], reason
         ("olmoe", "OlmoeForCausalLM", GPTQ),
         ("phi3", "Phi3ForCausalLM", EIGHT),
         ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", EIGHT),
-        ("mixtral", "MixtralForCausalLM", w8a8_config()),
+        ("olmoe", "OlmoeForCausalLM", w8a8_config()),
+        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", w8a8_config()),
     ],
 )
 def test_families_that_no_test_serves_so(
@@ -174,6 +175,13 @@ def test_sizes_are_those_of_what_the_kernel_reads(fake_checkpoint: Make) -> None
                 f"{LAYER}.weight_shape": ((2,), np.int64),
             },
         ),
+        (
+            w8a8_config(),
+            {
+                f"{LAYER}.weight": ((COLUMNS, ROWS), np.int8),
+                f"{LAYER}.weight_scale": ((COLUMNS, 1), np.float32),
+            },
+        ),
     ],
 )
 def test_sizes_with_experts_are_those_of_the_products(
@@ -235,6 +243,35 @@ def test_tensors_of_another_method(
     tensors: dict[str, Any] = {
         f"{LAYER}.weight_packed": ((COLUMNS, ROWS // 8), np.int32),
         f"{LAYER}.weight_scale": ((COLUMNS, 2), np.float16),
+    }
+    read_checkpoint("tiny", store(path, tensors))
+    store(path, tensors | changes)
+
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_checkpoint("tiny", path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({f"{LAYER}.weight": ((COLUMNS, ROWS), np.uint8)}, "is no matrix of I8"),
+        ({f"{LAYER}.weight_scale": ((COLUMNS, 2), np.float16)}, "is not there with the shape"),
+        ({f"{LAYER}.weight_packed": ((COLUMNS, 8), np.int32)}, "w1.weight_packed is there"),
+        ({"model.layers.0.q.qweight": ((COLUMNS, 8), np.int32)}, r"q\.qweight is there, which c"),
+        ({f"{LAYER}.input_scale": ((1,), np.float32)}, "input_scale is there"),
+    ],
+)
+def test_experts_in_eight_bits_of_other_tensors(
+    fake_checkpoint: Make, changes: dict[str, Any], reason: str
+) -> None:
+    path = fake_checkpoint(
+        architectures=["MixtralForCausalLM"],
+        model_type="mixtral",
+        quantization_config=w8a8_config(),
+    )
+    tensors: dict[str, Any] = {
+        f"{LAYER}.weight": ((COLUMNS, ROWS), np.int8),
+        f"{LAYER}.weight_scale": ((COLUMNS, 1), np.float32),
     }
     read_checkpoint("tiny", store(path, tensors))
     store(path, tensors | changes)

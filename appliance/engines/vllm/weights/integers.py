@@ -1,6 +1,7 @@
 """Weights that a file has in integers of 4 or 8 bits, as products: (number - zero) * scale.
 
     qweight [256, 768] int32, scales [16, 768] float16  ->  weight [768, 2048] float32
+    weight [768, 2048] int8, weight_scale [768, 1]      ->  the same
 
 Each product is made in float32 and has there the bits of the exact one if scales have 16 bits; what
 it is written to rounds it once. Of a layer, all words are read at once, as an output's may lie all
@@ -25,7 +26,9 @@ DTYPE: Final = torch.float32
 
 _AWQ_PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where each of eight neighbours lies in a word."""
-_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES: Final = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
+}  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -48,7 +51,7 @@ class IntegersOrigin(NamedTuple):
     scales: Place
     zeros: Place | None
     each: int = NUMBERS
-    """Numbers in a word."""
+    """Numbers in a word; 1 if each is an element of its own, which has a sign."""
     version: int = VERSION
 
     def ranges(self, first: int, count: int) -> list[tuple[int, int, int]]:
@@ -70,8 +73,10 @@ class IntegersOrigin(NamedTuple):
         top, bottom = first // inside, -(-(first + count) // inside)
         scales, numbers, zeros = _outputs(self.method, found, top, bottom, self.each)
         grouped = numbers.view(bottom - top, scales.shape[1], -1)
-        middle = 1 << (32 // self.each - 1)  # what is zero where no zeros are stored
-        grouped.sub_(middle if zeros is None else zeros[..., None]).mul_(scales[..., None])
+        if self.each > 1:
+            middle = 1 << (32 // self.each - 1)  # what is zero where no zeros are stored
+            grouped.sub_(middle if zeros is None else zeros[..., None])
+        grouped.mul_(scales[..., None])
         skipped = first - top * inside
         return grouped.flatten()[skipped : skipped + count]
 
@@ -94,6 +99,8 @@ def _outputs(
         own_words = words[:, top:bottom].t()
         numbers = _numbers(own_words) if each == NUMBERS else _bytes(own_words)
         return scales[:, top:bottom].t().float(), numbers, None
+    if each == 1:
+        return scales[top:bottom].float(), words[top:bottom].to(DTYPE), None
     if zeros is not None:
         zeros = _numbers(zeros[first:last].t()).view(zeros.shape[1], -1)[:, own].t()
     return scales[top:bottom].float(), _numbers(words[top:bottom]), zeros

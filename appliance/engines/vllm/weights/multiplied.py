@@ -60,7 +60,7 @@ def find(files: Sequence[WeightFile]) -> dict[str, FactorsOrigin]:
     if not any(True for _ in _weights(files)):
         return {}
     found = quantization.multiplied(read_model_config(files[0].path.parent))
-    if found is None:
+    if found is None or not floats.is_of(found):
         return {}
     known = {tensor.name: tensor for file in files for tensor in file.tensors}
     numbers = {tensor.name: n for n, file in enumerate(files) for tensor in file.tensors}

@@ -2,6 +2,7 @@
 
 experts.gate_up_proj_blocks, experts.gate_up_proj_scales  ->  experts.gate_up_proj
 q_proj.qweight, q_proj.qzeros, q_proj.scales              ->  q_proj.weight
+q_proj.weight, q_proj.weight_scale, q_proj.weight_scale_2 ->  q_proj.weight
 fc1.parametrizations.weight.original, ...0.lora_A and _B  ->  fc1.weight
 """
 
@@ -14,12 +15,14 @@ import torch
 
 from appliance.checkpoints.architectures import task_adapters
 from appliance.checkpoints.model_config import read_model_config
-from appliance.checkpoints.quantized import floats, integers, microscaled, quantization
+from appliance.checkpoints.quantized import floats, integers, microscaled, nvfp4, quantization
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights import adapted
+from appliance.engines.vllm.weights import nvfp4 as nvfp4_products
 from appliance.engines.vllm.weights.adapted import AdaptedOrigin
 from appliance.engines.vllm.weights.integers import DTYPE, IntegersOrigin, origin_of
 from appliance.engines.vllm.weights.microscaled import PRODUCTS, MicroscaledOrigin
+from appliance.engines.vllm.weights.nvfp4 import Nvfp4Origin
 from appliance.errors import CheckpointError
 
 
@@ -30,7 +33,7 @@ class Product(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    origin: MicroscaledOrigin | IntegersOrigin | AdaptedOrigin
+    origin: MicroscaledOrigin | Nvfp4Origin | IntegersOrigin | AdaptedOrigin
     transposed: bool
 
 
@@ -56,7 +59,9 @@ def find_products(
     numbers = {tensor.name: n for n, file in enumerate(files) for tensor in file.tensors}
     products: dict[str, Product | None] = {}
     for name, tensor in known.items():
-        if microscaled.is_of(found):
+        if nvfp4.is_of(found):
+            made, hidden = _of_nvfp4(tensor, known, numbers), nvfp4.is_unused(tensor)
+        elif microscaled.is_of(found):
             made, hidden = _microscaled(tensor, known, numbers), microscaled.is_unused(tensor)
         else:
             made, hidden = (
@@ -105,6 +110,17 @@ def _microscaled(
         name, files[tensor.name], tensor.offset, files[scales.name], scales.offset
     )
     return Product(name, microscaled.shape_of(tensor), PRODUCTS, origin, True)
+
+
+def _of_nvfp4(
+    tensor: TensorEntry, known: dict[str, TensorEntry], files: dict[str, int]
+) -> Product | None:
+    if not nvfp4.is_packed(tensor):
+        return None
+    if (layer := nvfp4.layer(tensor, known)) is None:
+        raise CheckpointError(f"{tensor.name} lacks its factors")
+    origin = nvfp4_products.origin_of(layer, files)
+    return Product(layer.name, layer.shape, nvfp4_products.PRODUCTS, origin, False)
 
 
 def _of_integers(

@@ -52,6 +52,7 @@ from appliance.engines.vllm.weights.integers import IntegersOrigin
 from appliance.engines.vllm.weights.microscaled import MicroscaledOrigin
 from appliance.engines.vllm.weights.mistral_names import keep_positions, named_as_vllm
 from appliance.engines.vllm.weights.multiplied import FactorsOrigin, find
+from appliance.engines.vllm.weights.nvfp4 import Nvfp4Origin
 from appliance.engines.vllm.weights.products import Product, find_products
 from appliance.engines.vllm.weights.quantized import LayerConversion, convert_layers
 from appliance.errors import CheckpointError
@@ -82,7 +83,7 @@ class Origin(NamedTuple):
     rates at which it decays (Mamba's A)."""
     factors: FactorsOrigin | None = None
     """What each number of the file is multiplied by, if they are floats of 8 bits."""
-    product: MicroscaledOrigin | IntegersOrigin | AdaptedOrigin | None = None
+    product: MicroscaledOrigin | Nvfp4Origin | IntegersOrigin | AdaptedOrigin | None = None
     """Of numbers that are made of several tensors: how. `offset` is then where they would lie if
     they were stored one behind the other, `dtype` their type."""
     factor: float = 1.0
