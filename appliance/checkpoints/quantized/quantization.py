@@ -165,12 +165,11 @@ def tried(config: ModelConfig) -> frozenset[str]:
         return FLOATS_TRIED
     if microscaled.is_of(found):
         return MICROSCALED_TRIED
-    media = config.architecture in MEDIA
     if nvfp4.is_of(found):
-        return frozenset() if media else NVFP4_TRIED
+        return frozenset() if media is not None else NVFP4_TRIED
     if _is_gptq_of_eight(found):
-        return frozenset() if media else EIGHT_BITS_TRIED
-    if not integers.is_of(found) or (media and integers.per_word(found) == 1):
+        return frozenset() if media is not None else EIGHT_BITS_TRIED
+    if not integers.is_of(found) or (media is not None and integers.per_word(found) == 1):
         return TRIED
     return TRIED | EXPERTS_TRIED
 
