@@ -225,6 +225,8 @@ def why_no_images(
 _CLIP: Final = "clip_vision_model"
 _CROPPING: Final = ("CLIP", "Llava")
 """How classes are called that cut the middle out of an image, unless their settings say not to."""
+_OF_TILES: Final = ("LlavaNext", "LlavaOnevision")
+"""How those are called that make several squares of it."""
 _SIDES: Final = ("height", "width")
 _USUAL_SIDE: Final = 224
 """Where settings say none."""
@@ -272,7 +274,16 @@ def _why_not_square(settings: Mapping[str, Any], side: int) -> str:
     """Of a tower that reads squares of this side alone: vLLM counts their tokens by it, and takes
     no others."""
     kind = str(settings.get("image_processor_type") or _CROPPING[0])
+    if kind.startswith(_OF_TILES):
+        return (
+            f"{kind} makes several squares of an image, and the model reads one: take LLaVA 1.5's"
+        )
     cropped = settings.get("do_center_crop", kind.startswith(_CROPPING))
+    if not cropped and settings.get("do_resize") is False:
+        return (
+            "what prepares images neither crops nor scales them (do_center_crop, do_resize), and "
+            f"the model reads {side} x {side} alone (image_size of vision_config)"
+        )
     key = "crop_size" if cropped else "size"
     said = settings.get(key, dict.fromkeys(_SIDES, _USUAL_SIDE))
     if cropped and isinstance(said, int):

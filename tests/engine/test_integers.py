@@ -241,12 +241,19 @@ def test_any_part_of_a_weight(method: str, first: int, count: int) -> None:
     origin = IntegersOrigin("a", method, (rows, columns), words, scales, zeros, each)
 
     def read(use: str, file: int, offset: int, nbytes: int) -> torch.Tensor:
-        return files[file].flatten().view(torch.uint8)
+        read_bytes.append(nbytes)
+        return files[file].flatten().view(torch.uint8)[offset : offset + nbytes]
 
+    read_bytes: list[int] = []
     whole = origin.numbers(0, rows * columns, read)
 
+    read_bytes.clear()
     assert torch.equal(origin.numbers(first, count, read), whole[first : first + count])
     assert len(set(whole.tolist())) > 100
+    assert sum(read_bytes) == sum([nbytes for _, _, nbytes in origin.ranges(first, count)])
+    if single:
+        needed = -(-(first + count) // columns) - first // columns
+        assert sum(read_bytes) == needed * (columns + 2)
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(6e4, "float16"), (float("nan"), "bfloat16")])

@@ -17,7 +17,9 @@ from appliance.errors import CheckpointError
 _GEMMA_4: Final = "gemma4_text"
 TWO_SIZES: Final = frozenset({_GEMMA_4, mimo.MIMO})
 """Types whose layers that attend to all tokens have other heads than those with windows."""
-UNEQUAL: Final = TWO_SIZES | {"gemma3n_text"}
+_SHARING: Final = frozenset({_GEMMA_4, "gemma3n_text"})
+"""Types whose last layers may read what others keep."""
+UNEQUAL: Final = TWO_SIZES | _SHARING
 """These, and types whose last layers read what others keep."""
 _GLOBAL_HEAD_DIM: Final = 512
 """What transformers takes where a file of these does not say it."""
@@ -45,7 +47,7 @@ def sharing_layers(config: ModelConfig) -> int:
     `CheckpointError` if that leaves no layer, and for what transformers does not take."""
     shared = config.get("num_kv_shared_layers")
     if shared is None:
-        if config.model_type in UNEQUAL:  # transformers has a number where the file has no key
+        if config.model_type in _SHARING:  # transformers has a number where the file has no key
             raise CheckpointError(
                 f"{config.path / CONFIG}: num_kv_shared_layers is null; write a number, or take "
                 "the file as it was published"

@@ -34,7 +34,7 @@ _FORMATS: Final = {4: "pack-quantized", 8: "int-quantized"}
 _Said = dict[str, Any]
 
 _ACTIVATIONS: Final[_Said] = {"num_bits": 8, "type": "int", "strategy": "token"}
-_SETTINGS: Final = frozenset(
+SETTINGS: Final = frozenset(
     {
         "actorder",
         "block_structure",
@@ -133,7 +133,7 @@ def _why_not_group(where: str, group: _Said) -> str | None:
 
 def _why_not_settings(where: str, said: _Said, *, dynamic: bool) -> str | None:
     """What holds for weights and for activations."""
-    if unknown := sorted(said.keys() - _SETTINGS):
+    if unknown := sorted(said.keys() - SETTINGS):
         return f"{where}.{unknown[0][:80]} is not known"
     if said.get("type") == "float":
         return f"{where}.type is 'float', for which vLLM's CPU kernels need AMX"

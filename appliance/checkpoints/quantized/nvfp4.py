@@ -43,6 +43,14 @@ _UNUSED: Final = (
     _SCALE, _MULTIPLIER, _DIVISOR, ".input_scale", ".input_global_scale", *_OF_CACHE,
 )  # fmt: skip
 _MOST_FILE_BYTES: Final = 1 << 20
+_STORED: Final[dict[str, tuple[str | None, ...]]] = {
+    "strategy": ("tensor_group", None),
+    "scale_dtype": (None, "torch.float8_e4m3fn", "float8_e4m3fn"),
+    "actorder": (None, "weight", "static"),
+    "block_structure": (None,),
+    "zp_dtype": (None, "torch.float8_e4m3fn", "float8_e4m3fn"),
+}
+"""What settings of compressed-tensors may be."""
 
 
 class Layer(NamedTuple):
@@ -70,22 +78,23 @@ def read_apart(file: Path) -> dict[str, Any] | None:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return _flat(found) if isinstance(found, dict) and is_of(found) else None
+    return flat(found) if isinstance(found, dict) and is_of(found) else None
 
 
 def is_of(found: Mapping[str, Any]) -> bool:
     """Whether this ``quantization_config`` is of such weights, as far as the method says."""
     if found.get("quant_method") == compressed_tensors.METHOD:
         return found.get("format") == FORMAT
-    flat = _flat(found)
-    return flat["quant_method"] == METHOD and str(flat.get("quant_algo")).upper() in _ALGORITHMS
+    said = flat(found)
+    return said["quant_method"] == METHOD and str(said.get("quant_algo")).upper() in _ALGORITHMS
 
 
-def _flat(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What ModelOpt says, one level down in a file of its own, which names no method."""
+def flat(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said, of ModelOpt perhaps one level down (always in a file of its own), where no
+    method need be named."""
     own = found.get("quantization")
     if isinstance(own, dict):
-        return {**own, "quant_method": found.get("quant_method", METHOD)}
+        return {**found, **own, "quant_method": found.get("quant_method", METHOD)}
     return {"quant_method": None, **found}
 
 
@@ -95,7 +104,11 @@ def why_not(found: dict[str, Any]) -> str | None:
         if reason := compressed_tensors.why_not_whole(found):
             return reason
         where, group = compressed_tensors.sole_group(found)
-        return _why_not_weights(where, group["weights"])
+        if group.get("format") not in (None, FORMAT):
+            return f"{where}.format is {str(group['format'])[:80]!r}, not {FORMAT!r}"
+        return _why_not_weights(where, group["weights"]) or _why_not_stored(
+            f"{where}.weights", group["weights"]
+        )
     if found.get("group_size") not in (None, BLOCK):
         return f"group_size is {found['group_size']!r}, not {BLOCK}"
     cache = found.get("kv_cache_scheme")
@@ -124,6 +137,16 @@ def _why_not_weights(where: str, weights: Mapping[str, Any]) -> str | None:
             return f"{where}.weights.{key} is {weights.get(key)!r}, not {value!r}"
     if weights.get("symmetric") not in (None, True) or weights.get("dynamic") not in (None, False):
         return f"{where}.weights are not symmetric, or dynamic"
+    return None
+
+
+def _why_not_stored(where: str, weights: Mapping[str, Any]) -> str | None:
+    """What compressed-tensors also says of how weights are stored."""
+    if unknown := sorted(weights.keys() - compressed_tensors.SETTINGS):
+        return f"{where}.{unknown[0][:80]} is not known"
+    for key, served in _STORED.items():
+        if weights.get(key) not in served:
+            return f"{where}.{key} is {str(weights[key])[:80]!r}, which is not computed here"
     return None
 
 

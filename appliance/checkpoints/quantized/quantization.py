@@ -220,6 +220,7 @@ def said(config: ModelConfig) -> dict[str, Any] | None:
         for name in _SAID_IN:
             found = values.get(name)
             if found and isinstance(found, dict):
+                found = nvfp4.flat(found) if nvfp4.is_of(found) else found
                 return {key: _named(value, key, config) for key, value in found.items()}
     return nvfp4.read_apart(config.path / QUANTIZATION_FILE)
 

@@ -54,7 +54,8 @@ class _Counter(AudioEncoder):
     def __call__(self, content: Any) -> AudioEncoding:
         """Raises `InvalidRequestException` for what is a sound, and no number of samples."""
         said = content.input_audio if isinstance(content, AudioChunk) else ""
-        if not (isinstance(said, str) and said.isdecimal() and 0 < int(said) <= _MOST):
+        few = isinstance(said, str) and said.isdecimal() and len(said) <= len(str(_MOST))
+        if not (few and 0 < int(said) <= _MOST):
             raise InvalidRequestException("sounds are read from /v1/chat/completions alone")
         padded = self.next_multiple_of_chunk_frames(int(said), RATE)
         audio = Audio(np.zeros(1, np.float32), RATE, "wav")  # which has no use

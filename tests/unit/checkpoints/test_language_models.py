@@ -444,6 +444,18 @@ def test_readers_with_what_is_not_computed(
         ("pixtral-12b", 1, {"size": {"longest_edge": 1540}}, ""),
         ("mistral-small-3.1-24b-instruct-2503", 0, {"size": {"longest_edge": 2048}}, "for 1540"),
         ("llava-1.5-7b-hf", 0, {"crop_size": {"height": 336, "width": 336}}, ""),
+        (
+            "llava-1.5-7b-hf",
+            0,
+            {"image_processor_type": "LlavaNextImageProcessor", "crop_size": 336},
+            "several squares of an image",
+        ),
+        (
+            "llava-1.5-7b-hf",
+            0,
+            {"do_center_crop": False, "do_resize": False, "size": {"height": 336, "width": 336}},
+            "neither crops nor scales them",
+        ),
         ("llava-1.5-7b-hf", 0, {"crop_size": 448}, "does not make them 336 x 336 (crop_size has"),
         ("llava-1.5-7b-hf", 0, {"crop_size": 168}, "does not make them 336 x 336 (crop_size has"),
         ("llava-1.5-7b-hf", 0, [], "does not make them 336 x 336 (crop_size has"),

@@ -46,7 +46,22 @@ def group(**changes: Any) -> dict[str, Any]:
     return {**MODELOPT, "config_groups": groups}
 
 
-@pytest.mark.parametrize(("config", "tensors"), [(MODELOPT, LAYER), (COMPRESSED, PACKED)])
+def stored(**changes: Any) -> dict[str, Any]:
+    """What compressed-tensors says, with other weights."""
+    ((name, whole),) = COMPRESSED["config_groups"].items()
+    groups = {name: {**whole, "weights": {**whole["weights"], **changes}}}
+    return {**COMPRESSED, "config_groups": groups}
+
+
+def nested(**changes: Any) -> dict[str, Any]:
+    """What ModelOpt says in a file of its own, where config.json says it."""
+    apart = modelopt_config(apart=True)
+    return {**apart, "quantization": {**apart["quantization"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"), [(MODELOPT, LAYER), (nested(), LAYER), (COMPRESSED, PACKED)]
+)
 def test_sizes_are_those_of_the_products(
     fake_checkpoint: Make, config: dict[str, Any], tensors: Tensors
 ) -> None:
@@ -57,7 +72,7 @@ def test_sizes_are_those_of_the_products(
 
     assert (two.weight_bytes, four.weight_bytes) == (2 * OUT * IN, 4 * OUT * IN)
     assert two.parameters == OUT * IN
-    assert two.multiplied == config["quant_method"]
+    assert two.multiplied == config.get("quant_method", "modelopt")
 
 
 def test_a_file_apart_says_the_same(fake_checkpoint: Make) -> None:
@@ -107,6 +122,16 @@ def test_files_apart_that_say_something_else(fake_checkpoint: Make, text: str) -
         (group(num_bits=8), r"group_0\.weights\.num_bits is 8, not 4"),
         (group(type="int"), r"group_0\.weights\.type is 'int', not 'float'"),
         (group(dynamic=True), r"group_0\.weights are not symmetric, or dynamic"),
+        (nested(kv_cache_quant_algo="NVFP4"), "kv_cache_quant_algo is 'NVFP4', not 'FP8'"),
+        (nested(group_size=32), "group_size is 32, not 16"),
+        (
+            {**nested(kv_cache_quant_algo="NVFP4"), "quant_method": "modelopt"},
+            "kv_cache_quant_algo is 'NVFP4', not 'FP8'",
+        ),
+        (stored(actorder="group"), r"weights\.actorder is 'group', which is not computed"),
+        (stored(scale_dtype="torch.uint8"), r"weights\.scale_dtype is 'torch.uint8'"),
+        (stored(strategy="block"), r"weights\.strategy is 'block'"),
+        (stored(invented=1), r"weights\.invented is not known"),
         ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is there"),
         ({**COMPRESSED, "format": "mxfp4-pack-quantized"}, "compressed-tensors: "),
     ],

@@ -4,8 +4,9 @@
     weight [768, 2048] int8, weight_scale [768, 1]      ->  the same
 
 Each product is made in float32 and has there the bits of the exact one if scales have 16 bits; what
-it is written to rounds it once. Of a layer, all words are read at once, as an output's may lie all
-over the tensor; a thread keeps them until it comes to the next layer.
+it is written to rounds it once. Of a layer in 4 bits all words are read at once, as an output's may
+lie all over the tensor; a thread keeps them until it comes to the next layer. Of integers that are
+elements of their own, only the rows that are needed are read.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ class Place(NamedTuple):
     shape: tuple[int, int]
     dtype: torch.dtype
 
+    def rows(self, top: int, bottom: int) -> Place:
+        """Some of its rows, which lie in order."""
+        rows, columns = self.shape
+        size = self.nbytes // rows
+        begins = self.offset + top * size
+        return Place(self.file, begins, (bottom - top) * size, (bottom - top, columns), self.dtype)
+
 
 class IntegersOrigin(NamedTuple):
     """Where the tensors of a layer lie, whose products are ``[out, in]``; `name` is theirs."""
@@ -56,22 +64,22 @@ class IntegersOrigin(NamedTuple):
 
     def ranges(self, first: int, count: int) -> list[tuple[int, int, int]]:
         """What any products are made of: of each tensor the file, where it begins, its bytes."""
-        places = (self.words, self.scales, self.zeros)
-        return [place[:3] for place in places if place is not None]
+        return [place[:3] for place in self._places(first, count).values()]
 
     def numbers(
         self, first: int, count: int, read: Callable[[str, int, int, int], torch.Tensor]
     ) -> torch.Tensor:
         """`count` neighbouring products from number `first` on."""
-        named = {"words": self.words, "scales": self.scales, "zeros": self.zeros}
         found = {
             use: read(use, *place[:3]).view(place.dtype).view(place.shape)
-            for use, place in named.items()
-            if place is not None
+            for use, place in self._places(first, count).items()
         }
         inside = self.shape[1]
-        top, bottom = first // inside, -(-(first + count) // inside)
-        scales, numbers, zeros = _outputs(self.method, found, top, bottom, self.each)
+        top, bottom = self._rows(first, count)
+        if self.each == 1:
+            numbers, scales, zeros = found["words"].to(DTYPE), found["scales"].float(), None
+        else:
+            scales, numbers, zeros = _outputs(self.method, found, top, bottom, self.each)
         grouped = numbers.view(bottom - top, scales.shape[1], -1)
         if self.each > 1:
             middle = 1 << (32 // self.each - 1)  # what is zero where no zeros are stored
@@ -79,6 +87,20 @@ class IntegersOrigin(NamedTuple):
         grouped.mul_(scales[..., None])
         skipped = first - top * inside
         return grouped.flatten()[skipped : skipped + count]
+
+    def _rows(self, first: int, count: int) -> tuple[int, int]:
+        """The outputs that products are of."""
+        inside = self.shape[1]
+        return first // inside, -(-(first + count) // inside)
+
+    def _places(self, first: int, count: int) -> dict[str, Place]:
+        """What products are made of, by its use."""
+        named = {"words": self.words, "scales": self.scales, "zeros": self.zeros}
+        found = {use: place for use, place in named.items() if place is not None}
+        if self.each > 1:
+            return found
+        top, bottom = self._rows(first, count)
+        return {use: place.rows(top, bottom) for use, place in found.items()}
 
 
 def _outputs(
@@ -99,8 +121,6 @@ def _outputs(
         own_words = words[:, top:bottom].t()
         numbers = _numbers(own_words) if each == NUMBERS else _bytes(own_words)
         return scales[:, top:bottom].t().float(), numbers, None
-    if each == 1:
-        return scales[top:bottom].float(), words[top:bottom].to(DTYPE), None
     if zeros is not None:
         zeros = _numbers(zeros[first:last].t()).view(zeros.shape[1], -1)[:, own].t()
     return scales[top:bottom].float(), _numbers(words[top:bottom]), zeros
