@@ -59,9 +59,12 @@ def advise(
     configured = None
     if source is None:
         source, configured = _configured(config)
-    if not source.is_file():
-        wrong = "--from" if configured is None else "journal.path"
-        fail(f"{wrong}: there is no file {source}. Name one that a daemon writes", WRONG)
+    wrong = "--from" if configured is None else "journal.path"
+    try:
+        if not source.is_file():
+            fail(f"{wrong}: there is no file {source}. Name one that a daemon writes", WRONG)
+    except OSError as error:
+        fail(f"{wrong}: {error}. Run this as a user that may read the journal", WRONG)
     lower_priority()
     try:
         with _progress() as done:
@@ -181,7 +184,7 @@ def _how_to_set(choice: PolicyChoice) -> str:
             words += ["--param", f"{policy}.{key}={_toml(value)}"]
     text = "\n".join(f"    {line}".rstrip() for line in lines)
     return (
-        f"In the configuration, instead of [policy] as it is:\n\n{text}\n\n"
+        f"In the configuration, instead of [policy] as it is (keep `budget`):\n\n{text}\n\n"
         f"or, until the daemon restarts:\n\n    {shlex.join(words)}"
     )
 

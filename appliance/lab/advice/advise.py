@@ -123,8 +123,11 @@ def advise(
         meter, left(), lambda: _held_out(path, part, found, window), "to measure its error"
     )
     done()
-    tried, unsuited = candidates(
-        current_choice(found), installed(), partial(_conflict, found.setting)
+    tried, unsuited = _within(
+        meter,
+        left(),
+        lambda: candidates(current_choice(found), installed(), partial(_conflict, found.setting)),
+        "and its policies to be made",
     )
     search = _Search(found, window, tried, left(), meter)
     search.run(done)
@@ -143,7 +146,8 @@ def _within(meter: Meter, seconds: float, work: Callable[[], T], purpose: str) -
             return work()
     except OutOfCpuTime:
         raise LabError(
-            f"--cpu-seconds: the journal takes more CPU time than that {purpose}: give more"
+            f"--cpu-seconds: the journal takes more CPU time than that {purpose}: give more,"
+            " or fewer --minutes"
         ) from None
 
 
@@ -253,7 +257,7 @@ class _Search:
             done()
         if BASELINE in self._halving.dropped:
             raise LabError(
-                "--cpu-seconds: the current policy alone could not be replayed over all minutes"
+                "--cpu-seconds: the current policy could not be replayed over all minutes"
                 f" ({self._halving.dropped[BASELINE].reason}). Give more, or fewer --minutes"
             )
 

@@ -11,6 +11,9 @@ from types import FrameType
 from typing import Final
 
 LOWEST_PRIORITY: Final = 19
+AGAIN_SECONDS: Final = 0.1
+MOST_SECONDS: Final = 1e6
+"""More than any advice takes; a timer takes no number without end."""
 
 
 class OutOfCpuTime(BaseException):
@@ -26,12 +29,13 @@ class CpuMeter:
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Raises `OutOfCpuTime` once the process took `seconds` more; whatever it is at, as long as
-        it is Python code."""
+        """Raises `OutOfCpuTime` once the process took `seconds` more, and again every
+        `AGAIN_SECONDS` until the end: in some places (a finalizer, a bare ``except``) it is lost.
+        It ends Python code that computes, not code that sleeps or waits."""
         if seconds <= 0:
             raise OutOfCpuTime
         before = signal.signal(signal.SIGPROF, _stop)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_PROF, min(seconds, MOST_SECONDS), AGAIN_SECONDS)
         try:
             yield
         finally:

@@ -69,8 +69,8 @@ def verdict(
         candidate, gain = finalists[chosen].candidate, gains[chosen]
         reason = (
             f"Have {candidate.name} decide: in every replay it is at least {points(gain)} ahead of"
-            f" {name}, in the mean of tokens and requests in time, and the lab is off by at most"
-            f" {points(error)} here."
+            f" {name}, in the mean of tokens and requests in time, and under {name} the lab was"
+            f" off by {points(error)} at most."
         )
         return Verdict(candidate=candidate, gain=gain, error=error, reason=reason)
     best = max(gains, key=lambda index: (gains[index], -index), default=None)
@@ -133,9 +133,9 @@ def _why_keep(
         )
     if error > LARGE_ERROR:
         return (
-            f"the lab is off by up to {points(error)} here, so it cannot judge this box, and no"
-            " other policy is ahead by more. Ask again for other minutes: times may have changed"
-            " within these, a worker may have died, or something else may have had the processors."
+            f"the lab is off by up to {points(error)} here, so it cannot judge this box. Ask again"
+            " for other minutes: times may have changed within these, a worker may have died, or"
+            " something else may have had the processors."
         )
     if 1 - value <= error:
         return (

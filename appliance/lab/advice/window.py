@@ -127,8 +127,9 @@ def _check_times(found: JournalRecording, field: str) -> None:
     if prompts < ENOUGH or (decodes and turns < ENOUGH):
         raise LabError(
             f"{field}: the journal has the times of {prompts} prompts and {turns} turns; the lab"
-            f" learns how fast this box is from {ENOUGH} of each at least. It is of an older"
-            " version, or too short: record a new one (`journal.path`)"
+            f" learns how fast this box is from {ENOUGH} of each at least: give"
+            " more --minutes. A journal of an older version has no times: record a new one"
+            " (`journal.path`)"
         )
     if not found.link_known:
         raise LabError(

@@ -83,7 +83,7 @@ def _lasting(descriptor: int, end: int) -> list[bytes]:
         found = {}
         for kind in LASTING:
             tag = msgspec.json.encode(kind.__name__)
-            place = data.find(tag, 0, end)
+            place = data.find(tag, data.find(b"\n") + 1, end)  # behind the line of the setup
             while place >= 0:
                 begin = data.rfind(b"\n", 0, place) + 1
                 after = data.find(b"\n", place) + 1

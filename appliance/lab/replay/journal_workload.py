@@ -424,7 +424,9 @@ class _Reader:
     def _with_interference(self, box: Box, profiles: Mapping[ModelName, ModelProfile]) -> Box:
         tokens = {life.id: life.prompt_tokens for life in self.recorder.lives}
 
-        def expected_seconds(prompt: ColdPrompt) -> float:
+        def expected_seconds(prompt: ColdPrompt) -> float | None:
+            if prompt.request not in tokens or prompt.model not in profiles:
+                return None  # it came before the part of the journal that is read
             profile = profiles[prompt.model]
             load = profile.shard_bytes / box.gpu.link_bytes_per_second
             compute = profile.prefill_seconds(tokens[prompt.request])

@@ -179,11 +179,15 @@ class Overheads:
         seconds = sum(load.seconds for load in loads)
         return sum(load.moved_bytes for load in loads) / seconds if loads else None
 
-    def interference_seconds(self, expected_seconds: Callable[[ColdPrompt], float]) -> float:
+    def interference_seconds(self, expected_seconds: Callable[[ColdPrompt], float | None]) -> float:
         """For each prompt whose weights come meanwhile; 0 if too little was seen.
-        `expected_seconds` are those from its begin to its end."""
+        `expected_seconds` are those from its begin to its end, None if they are not known."""
         before = self.order_seconds() + self.mapping_seconds()
-        late = [prompt.seconds - before - expected_seconds(prompt) for prompt in self._cold_prompts]
+        late = [
+            prompt.seconds - before - expected
+            for prompt in self._cold_prompts
+            if (expected := expected_seconds(prompt)) is not None
+        ]
         return max(0.0, _mean(late))
 
 

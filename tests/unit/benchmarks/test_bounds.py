@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks import bounds
-from benchmarks.papers_tables import RESULTS, TABLES, Cells, read
+from benchmarks.papers_tables import RESULTS, TABLES, Cells, names, read
 
 ROWS = Path(bounds.__file__).parent / "results" / "2026-11-27-lab-bounds.json"
 
@@ -31,3 +31,18 @@ def test_the_bound_with_windows_is_the_first_load_that_takes_more_than_there_is(
     at = bounds.first_too_much(table, bounds.windows)
 
     assert bounds.windows(table, at) > 1 >= bounds.windows(table, at - table.search.step)
+
+
+def test_every_table_that_is_bounded_has_a_metric_that_the_bound_is_known_for() -> None:
+    """TaiChi's count whole requests, as vLLM does."""
+    metrics = {}
+    for name in names():
+        table = read(TABLES / f"{name}.toml")
+        if table.search is not None and table.search.lasts is None:
+            assert table.knee is not None
+            metrics[name] = table.knee.metric or table.metrics[0]
+
+    assert set(metrics.values()) <= bounds.WHOLE_REQUESTS.keys()
+    assert all(
+        [bounds.WHOLE_REQUESTS[metrics[name]] for name in metrics if name.startswith("taichi")]
+    )

@@ -66,7 +66,7 @@ def rows(result: Result) -> dict[str, list[str]]:
 def test_the_table_and_the_reason(journal: Path, niceness: list[int]) -> None:
     """What was recorded, the lab's replay of it, then others; the lab's error, the CPU time, one
     sentence, and what to set. All at the lowest priority."""
-    result = call("--from", str(journal), "--cpu-seconds", "14")
+    result = call("--from", str(journal), "--cpu-seconds", "15")
     assert result.exit_code == 0
     assert niceness == [19]
     lines = result.stdout.splitlines()
@@ -81,7 +81,7 @@ def test_the_table_and_the_reason(journal: Path, niceness: list[int]) -> None:
         "not tried: serverlessllm_sjf: it needs to know how long answers will be" in result.stdout
     )
     assert "the lab's error here: " in result.stdout
-    assert " s of 14 s, at the lowest priority" in result.stdout
+    assert " s of 15 s, at the lowest priority" in result.stdout
     reason = next(number for number, line in enumerate(lines) if line.startswith("Have "))
     name = lines[reason].split()[1]
     assert f'    use = ["{name}"]' in lines[reason:]
@@ -90,13 +90,13 @@ def test_the_table_and_the_reason(journal: Path, niceness: list[int]) -> None:
 
 def test_as_json(journal: Path) -> None:
     """All candidates, also those that were not replayed."""
-    found = json.loads(call("--from", str(journal), "--cpu-seconds", "7", "--json").stdout)
+    found = json.loads(call("--from", str(journal), "--cpu-seconds", "8", "--json").stdout)
     assert found["current"] == {"use": ["aegaeon"], "decisions": {}, "parameters": {}}
     assert len(found["rows"]) > 50
     assert found["rows"][-1]["score"] is None
     assert found["rows"][-1]["difference"] is None
     assert 0 < found["verdict"]["error"] < 1
-    assert found["cpu_seconds"] <= 7
+    assert found["cpu_seconds"] <= 8
 
 
 def test_what_to_set_can_be_set(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +106,14 @@ def test_what_to_set_can_be_set(journal: Path, monkeypatch: pytest.MonkeyPatch) 
         decisions={"round": "aegaeon"},
         parameters={"prism": {"weighting": "rate", "turn_seconds": 0.1}, "aegaeon": {}},
     )
-    real = advise(journal, 10.0, 6.0, StepMeter())
+    real = advise(journal, 10.0, 7.0, StepMeter())
     chosen = Candidate(name="prism+aegaeon", choice=choice)
 
     def fake(*_: object, **__: object) -> Advice:
         return replace(real, verdict=replace(real.verdict, candidate=chosen))
 
     monkeypatch.setattr(advising, "advise", fake)
-    text = call("--from", str(journal)).stdout.partition("[policy] as it is:\n")[2]
+    text = call("--from", str(journal)).stdout.partition("[policy] as it is (keep `budget`):\n")[2]
     toml, _, command = text.partition("or, until the daemon restarts:\n")
     assert tomllib.loads(toml)["policy"] == {
         "use": ["prism", "aegaeon"],
@@ -131,7 +131,7 @@ def test_the_journal_of_the_configuration(journal: Path, tmp_path: Path) -> None
     configuration has."""
     target = tmp_path / "journal.jsonl"
     target.write_bytes(journal.read_bytes())
-    result = call("--config", config(tmp_path, "journal.jsonl"), "--cpu-seconds", "6")
+    result = call("--config", config(tmp_path, "journal.jsonl"), "--cpu-seconds", "7")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{target}: ")
     other = call("--config", config(tmp_path, "journal.jsonl", policy="qlm"))

@@ -14,7 +14,7 @@ from appliance.journal import Entry, Journal, Setup, read
 from appliance.lab.replay.journal_part import LASTING, JournalPart, entries, last_part
 from appliance.lab.replay.journal_workload import recording
 from appliance.service.policy_report import PolicyChoice, PolicyChosen
-from appliance.vocabulary import InstanceUp, Ticked
+from appliance.vocabulary import InstanceUp, RequestArrived, Ticked
 from tests.unit.lab.test_journal_workload import write
 
 SETUP = Setup(
@@ -55,6 +55,25 @@ def test_the_box_is_that_of_the_whole_journal(journal: Path) -> None:
     assert not late.link_known  # a load that begins before the part teaches nothing
     for name, profile in late.setting.profiles.items():
         assert profile.weight_bytes == whole.setting.profiles[name].weight_bytes
+
+
+def test_a_prompt_may_have_come_before_the_part(tmp_path: Path) -> None:
+    """It waited, and is computed in it, together with the load of its weights: how long it was is
+    not known. Here as if two of three had."""
+    whole, path = tmp_path / "whole", tmp_path / "journal"
+    write(whole, policy="serverlessllm")
+    setup, everything = read(whole)
+    arrived = 0
+    with Journal(path, setup) as writer:
+        for entry in everything:
+            event = entry.event
+            if isinstance(event, RequestArrived):
+                arrived += 1
+                event = Ticked() if arrived % 3 else event
+            writer.record(entry.now, event, list(entry.commands))
+    found = recording(path)
+    assert len(found.setting.arrivals) == arrived // 3
+    assert found.setting.box.interference_seconds >= 0
 
 
 def test_what_the_daemon_writes_meanwhile_is_not_read(journal: Path, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_interference_is_what_is_left_of_a_prompt() -> None:
     overheads = heard(*WARM_TURNS, *COLD_TURNS, *COLD_PROMPTS)
     assert overheads.interference_seconds(lambda prompt: 4.0) == 0.5
     assert overheads.interference_seconds(lambda prompt: 5.0) == 0.0
+    assert overheads.interference_seconds(lambda prompt: None) == 0.0
 
 
 def test_too_little_says_nothing() -> None:

@@ -46,7 +46,7 @@ def test_a_clear_winner_is_recommended() -> None:
     assert found.gain == pytest.approx(0.08)
     assert found.reason == (
         "Have new decide: in every replay it is at least 8.0 points ahead of old, in the mean of"
-        " tokens and requests in time, and the lab is off by at most 2.0 points here."
+        " tokens and requests in time, and under old the lab was off by 2.0 points at most."
     )
 
 
