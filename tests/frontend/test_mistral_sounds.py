@@ -23,9 +23,12 @@ from appliance.service.front_frames import Submit
 from tests.engine.with_sound import ChatPreparer
 from tests.engine.with_voxtral import AUDIO, HEARD, TOKENS, make_voxtral
 from tests.frontend.conftest import model_at
+from tests.frontend.served_here import core, http
 from tests.frontend.sounds import RATE, file_of, tone
 from tests.frontend.stand_in_core import StandInCore, front_end
 from tests.frontend.test_chat_sounds import CHAT, GOOD, TEXT, Samples, at_url, chat, sound
+
+__all__ = ["core", "http"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,20 +49,6 @@ async def shared(checkpoint: Path) -> AsyncIterator[StandInCore]:
     ]
     async with front_end(models, max_body_bytes=32 << 20) as core:
         yield core
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def core(shared: StandInCore) -> StandInCore:
-    await shared.quiet()
-    shared.frames.clear()
-    shared.script()
-    return shared
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
-        yield client
 
 
 def features(submit: Submit) -> list[tuple[str, int, Any]]:

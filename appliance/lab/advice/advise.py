@@ -34,9 +34,9 @@ from appliance.lab.advice.window import (
     replayed,
     window_of,
 )
-from appliance.lab.experiments.run import Contender, Setting
+from appliance.lab.experiments.run import Setting
 from appliance.lab.replay.journal_part import JournalPart, last_part
-from appliance.lab.replay.journal_workload import JournalRecording, recording
+from appliance.lab.replay.journal_workload import JournalRecording, contender_of, recording
 from appliance.policies.loader import installed
 from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Word
@@ -194,7 +194,7 @@ def _held_out(
     middle = arrived[len(arrived) // 2]
     half = window.last((window.end - middle) / window.seconds)
     before = recording(path, lambda seconds: seconds < middle, part)
-    replay = replayed(before.setting, half, _contender(current_choice(found)), seed=0)
+    replay = replayed(before.setting, half, contender_of(current_choice(found)), seed=0)
     if isinstance(replay, Failed):
         raise LabError(_failed_now(replay))
     return replay, observed(found, half)
@@ -209,10 +209,6 @@ def _failed_now(failed: Failed) -> str:
 
 def _conflict(setting: Setting, choice: PolicyChoice) -> str:
     return conflict(choice, setting.models, setting.profiles, setting.box)
-
-
-def _contender(choice: PolicyChoice) -> Contender:
-    return Contender("+".join(choice.use), choice.use, choice.parameters, choice.decisions)
 
 
 class _Search:
@@ -272,7 +268,7 @@ class _Search:
                 if reason := _conflict(self._found.setting, choice):
                     return reason
                 found = replayed(
-                    self._found.setting, self._window.last(share), _contender(choice), seed
+                    self._found.setting, self._window.last(share), contender_of(choice), seed
                 )
         except OutOfCpuTime:
             return "its replay took more CPU time than was left"

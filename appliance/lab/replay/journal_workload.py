@@ -116,13 +116,14 @@ def recording(
         measured=reader.measured,
         link_known=reader.link_known,
         contender=replace(
-            _contender(setup.policy),
-            successors=[(seconds, _contender(choice)) for seconds, choice in reader.swaps],
+            contender_of(setup.policy),
+            successors=[(seconds, contender_of(choice)) for seconds, choice in reader.swaps],
         ),
     )
 
 
-def _contender(choice: PolicyChoice) -> Contender:
+def contender_of(choice: PolicyChoice) -> Contender:
+    """The policies of a box, as the lab plays them."""
     return Contender("+".join(choice.use), choice.use, choice.parameters, choice.decisions)
 
 
