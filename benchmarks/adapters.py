@@ -105,6 +105,7 @@ def build(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         AdapterPlace(
             f"a{number}",
             make_adapter(directory / f"a{number}", base, rank=options.rank, seed=number, size=0.02),
+            number,
         )
         for number in range(options.adapters)
     ]

@@ -77,7 +77,7 @@ class AdapterPlace(msgspec.Struct, frozen=True):
 
     name: str
     path: str
-    slot: int = 0
+    slot: int
     """Which of its base's places it is in, from 0."""
     version: str = ""
     """What its files have to be (`adapter_version`); any, if that is empty."""

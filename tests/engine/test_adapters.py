@@ -57,7 +57,7 @@ LLAMA = SERVED["LlamaForCausalLM"]
 def three(folder: Path, base: str) -> tuple[AdapterPlace, ...]:
     """Adapters that differ in what they change, in ranks, in types and in how they are scaled."""
     return (
-        AdapterPlace("all", make_adapter(folder / "all", base, seed=1)),
+        AdapterPlace("all", make_adapter(folder / "all", base, seed=1), 0),
         AdapterPlace(
             "some",
             make_adapter(
@@ -454,7 +454,7 @@ def test_adapters_are_verified(served: tuple[House, Any]) -> None:
 def test_a_replaced_file_is_not_read(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     path = make_adapter(tmp_path / "one", checkpoints[LLAMA])
     house = make_house()
-    engine = house.build(LLAMA, checkpoints[LLAMA], adapters=[AdapterPlace("one", path)])
+    engine = house.build(LLAMA, checkpoints[LLAMA], adapters=[AdapterPlace("one", path, 0)])
     Path(path, "adapter_model.safetensors").write_bytes(b"something else")
 
     with pytest.raises(CheckpointError, match="adapter_model"):

@@ -81,7 +81,7 @@ def _packed(folder: Path) -> Served:
 def _adapted(folder: Path) -> Served:
     """With a LoRA adapter, in one batch with its base."""
     path = _make(folder, "qwen3-adapter", "qwen3-0.6b")
-    place = AdapterPlace("tuned", make_adapter(folder / "adapter", str(path)))
+    place = AdapterPlace("tuned", make_adapter(folder / "adapter", str(path)), 0)
     return Served(path, adapter=place)
 
 
