@@ -240,11 +240,14 @@ def _check_cpu_kernels(config: ModelConfig, name: str) -> None:
         )
 
 
-def check_cuda(config: ModelConfig) -> None:
-    """Raise `UnsupportedModel` for a kind of model that is served on the CPU only."""
+def check_cuda(config: ModelConfig, ranks: int = 1) -> None:
+    """Raise `UnsupportedModel` for a kind of model that is served on the CPU only, or not where
+    `ranks` have a shard of it each."""
     _check_libraries(config)
     if wrong := why_not_served(config, cuda=True):
         raise UnsupportedModel(f"{config.path}: {wrong}", ANOTHER)
+    if wrong := why_not_served(config, ranks=ranks):
+        raise UnsupportedModel(f"{config.path}: {wrong}", ONE_RANK)
     found = quantization.said(config)
     if found is not None:
         method = quantization.method_of(found)

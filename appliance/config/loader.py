@@ -220,7 +220,6 @@ def _with_devices(config: Config, report: ProblemReport) -> Config:
         devices = msgspec.structs.replace(devices, kind="cpu")
     else:
         devices = msgspec.structs.replace(devices, kind="cuda")
-        _refuse_ranks(devices, report)
         used = _used_gpus(devices, gpus, report)
         least = min(gpu.memory_bytes for gpu in used)
         memory = devices.memory_bytes.taken(least)
@@ -232,17 +231,6 @@ def _with_devices(config: Config, report: ProblemReport) -> Config:
             )
         devices = msgspec.structs.replace(devices, memory_bytes=memory)
     return msgspec.structs.replace(config, devices=devices)
-
-
-def _refuse_ranks(devices: Devices, report: ProblemReport) -> None:
-    """The daemon was never seen to serve with ranks that exchange through NCCL (decision 93)."""
-    asked: list[tuple[KeyPath, int]] = [(("devices", "tensor_parallel"), devices.tensor_parallel)]
-    for index, group in enumerate(devices.groups):
-        asked.append((("devices", "group", index, "tensor_parallel"), group.tensor_parallel))
-    for key, ranks in asked:
-        if ranks > 1:
-            wrong = "several GPUs for one model are not driven by this version"
-            report.add(key, wrong, 'use 1, or kind = "cpu"')
 
 
 def _used_gpus(devices: Devices, gpus: Sequence[Gpu], report: ProblemReport) -> Sequence[Gpu]:

@@ -231,7 +231,11 @@ class DeviceGroup(Section, kw_only=True):
         ),
     ]
     tensor_parallel: Annotated[
-        int, Meta(ge=1, description="Ranks of each of its instances: a process each. On GPUs: 1.")
+        int,
+        Meta(
+            ge=1,
+            description="Ranks of each of its instances: a process each. On real GPUs: untested.",
+        ),
     ] = 1
     instances: Annotated[
         int,
@@ -275,7 +279,7 @@ class Devices(Section, kw_only=True):
         Meta(
             ge=1,
             description="Ranks of each instance: a process each, with its shard of every model. "
-            "On GPUs: 1. With groups, each says it for itself.",
+            "On real GPUs: untested. With groups, each says it for itself.",
         ),
     ] = 1
     groups: Annotated[

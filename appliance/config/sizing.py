@@ -90,7 +90,7 @@ def read_model(model: Model, devices: Devices) -> CatalogEntry:
     config = read_model_config(path)
     ranks = devices.tensor_parallel
     if devices.cuda:
-        check_cuda(config)
+        check_cuda(config, ranks)
     else:
         check_cpu(config, entry.dtype, ranks)
     chosen = model.speculate.chosen

@@ -20,11 +20,13 @@ import msgspec
 
 from appliance.forking.orders import ORDER_BYTES, Fork, Forked
 from appliance.forking.pauses import FIRST_PAUSE_SECONDS, pause_after
+from appliance.platform.descriptors import receive_descriptors
 
 UNANSWERED_SECONDS: Final = 60.0
 """A process that has forked others, and answers no order for so long, hangs."""
-STARTING_SECONDS: Final = 120.0
-"""The same for one that has forked none yet: it imports vLLM."""
+STARTING_SECONDS: Final = 600.0
+"""The same for one that has forked none yet: it imports vLLM while workers do. On few
+processors that takes minutes, and a process that is killed for it would never get further."""
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +256,7 @@ class ForkServer:
 
     def _answered(self, orders: socket.socket) -> bool:
         try:
-            message, handles, _, _ = socket.recv_fds(orders, ORDER_BYTES, 1, socket.MSG_DONTWAIT)
+            message, handles = receive_descriptors(orders, ORDER_BYTES, 1, socket.MSG_DONTWAIT)
         except OSError:
             return False
         if not message:

@@ -26,6 +26,7 @@ import msgspec
 
 from appliance.forking.orders import MOST_DESCRIPTORS, ORDER_BYTES, Fork, Forked
 from appliance.platform import logs
+from appliance.platform.descriptors import receive_descriptors
 
 BARE: Final = "bare"
 """The argument with which nothing is imported before it is forked."""
@@ -71,7 +72,7 @@ def serve_orders(orders: socket.socket, runs: Mapping[str, Run]) -> None:
     decoder = msgspec.msgpack.Decoder(Fork)
     while True:
         try:
-            message, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, MOST_DESCRIPTORS)
+            message, descriptors = receive_descriptors(orders, ORDER_BYTES, MOST_DESCRIPTORS)
         except ConnectionError:  # the daemon ended with answers of ours unread
             return
         if not message:

@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 from appliance.http.connections import Connection
 from appliance.http.crowd import Crowd, Room, most_descriptors
 from appliance.http.errors import ApiError
+from appliance.platform.descriptors import receive_descriptors
 from appliance.service.front_frames import MAX_RECEIVED_BYTES, Handover, StreamBegun
 from appliance.service.front_paths import is_front_path, without_root
 
@@ -210,7 +211,7 @@ class Connections:
             if room is not Room.THERE:
                 return
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._handover, MAX_MESSAGE_BYTES, 1)
+                data, descriptors = receive_descriptors(self._handover, MAX_MESSAGE_BYTES, 1)
             except BlockingIOError:
                 return
             except OSError as error:

@@ -26,6 +26,7 @@ from appliance.forking.pauses import FIRST_PAUSE_SECONDS, pause_after
 from appliance.forking.server import kill
 from appliance.gateway.front_forks import ZYGOTE, front_forks
 from appliance.http.errors import ApiError
+from appliance.platform.descriptors import receive_descriptors
 from appliance.service.front_frames import (
     MAX_RECEIVED_BYTES,
     Down,
@@ -256,7 +257,7 @@ class FrontEndProcess(asyncio.Protocol):
         """Take a connection that it sends: one whose next request is the core's, or one on which a
         stream has begun. False if none came."""
         try:
-            message, descriptors, _, _ = socket.recv_fds(
+            message, descriptors = receive_descriptors(
                 self._handover, MAX_RECEIVED_BYTES + ANSWER_BYTES, 1, socket.MSG_DONTWAIT
             )
         except BlockingIOError:

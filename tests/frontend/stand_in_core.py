@@ -16,6 +16,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from appliance import framing
+from appliance.platform.descriptors import receive_descriptors
 from appliance.service import front_frames
 from appliance.service.front_frames import (
     Abort,
@@ -295,7 +296,7 @@ class StandInCore:
     def _take_back(self) -> None:
         assert self._handover is not None
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._handover, 1 << 18, 1)
+            data, descriptors = receive_descriptors(self._handover, 1 << 18, 1)
         except OSError:
             data = b""
         if not data:

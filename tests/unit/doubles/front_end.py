@@ -21,6 +21,7 @@ import msgspec
 from appliance import framing
 from appliance.forking.zygote import serve_orders
 from appliance.gateway.request_lines import path_of
+from appliance.platform.descriptors import receive_descriptors
 from appliance.service import front_frames
 from appliance.service.front_frames import (
     Drain,
@@ -97,7 +98,7 @@ class Double:
 
     def take(self) -> None:
         try:
-            message, descriptors, _, _ = socket.recv_fds(self.handover, 1 << 16, 1)
+            message, descriptors = receive_descriptors(self.handover, 1 << 16, 1)
         except BlockingIOError:
             return
         if not message:

@@ -21,6 +21,7 @@ import os, socket, sys, tempfile
 from appliance.forking import zygote
 
 def tell(descriptor):
+    assert not os.get_inheritable(descriptor)
     with socket.socket(fileno=descriptor) as daemon:
         daemon.sendall(tempfile.gettempdir().encode())
         daemon.recv(1)
@@ -132,6 +133,7 @@ async def test_a_process_is_forked_for_each_order() -> None:
         assert first.child is not None
         assert second.child is not None
         assert first.child.pid != second.child.pid
+        assert not os.get_inheritable(first.child.handle)
         assert "appliance-forking-" in await first.told()
         assert await second.told() == "/"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 import uvloop
@@ -322,6 +323,23 @@ async def test_one_that_starts_slowly_may_take_longer() -> None:
         theirs.close()
         frames.close()
         await process.over.wait()
+
+
+async def test_a_connection_that_comes_back_is_inherited_by_no_process() -> None:
+    """A worker that had it would keep it open: its client would wait for an end that never comes.
+    uvloop closes no descriptors in the processes that it starts."""
+    handover, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    handover.setblocking(False)
+    back: asyncio.Queue[socket.socket] = asyncio.Queue()
+    FrontEndProcess(1, handover, SessionDouble, lambda: None, lambda one, _: back.put_nowait(one))
+    client, connection = socket.socketpair()
+    with theirs, client, connection:
+        about = Handover(connection=1, client=None, server=None, received=b"GET /livez HTTP/1.1")
+        socket.send_fds(theirs, [msgspec.msgpack.encode(about)], [connection.fileno()])
+        with await asyncio.wait_for(back.get(), PATIENCE_SECONDS) as given_back:
+            assert not os.get_inheritable(given_back.fileno())
+    asyncio.get_running_loop().remove_reader(handover)
+    handover.close()
 
 
 async def test_one_that_dies_ends_its_connections_and_no_others() -> None:

@@ -159,8 +159,8 @@ def test_all_layers_of_a_block_share_a_slab_on_a_gpu(
     [
         ([], {"kind": "cuda"}, "devices.kind", "no NVIDIA GPU"),
         ([8 * GIB], {"kind": "cuda", "instances": 2}, "devices.instances", "2 instances have 1"),
-        ([8 * GIB] * 2, {"kind": "cuda", "more": "tensor_parallel = 2"},
-         "devices.tensor_parallel", "several GPUs for one model are not driven"),
+        ([8 * GIB], {"kind": "cuda", "more": "tensor_parallel = 2"},
+         "devices.instances", "1 instances of 2 ranks in all have 1"),
         ([8 * GIB], {"kind": "cuda", "memory": "9GiB"}, "devices.memory", "more than the 8GiB"),
         ([8 * GIB], {"kind": "cuda", "memory": "10%"}, "devices.memory", "after devices.runtime"),
         ([8 * GIB], {"kind": "cpu"}, "devices.memory", "a share is of a GPU's memory"),
