@@ -92,8 +92,8 @@ test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/g
 	$(BIN)/python -m pytest -q tests/gpu
 	$(BIN)/python -m pytest -q tests/gpu_engines
 
-gpu-lease: $(VENV)/.dev ## What a borrowed GPU is to measure, section by section (docs/gpu.md)
-	$(BIN)/python benchmarks/gpu_lease.py --list
+gpu-lease: $(VENV)/.dev ## The calls with which a borrowed GPU measures everything (docs/gpu.md)
+	$(BIN)/python benchmarks/gpu_lease.py
 
 GPU_DRY := build/gpu-dry/venv
 

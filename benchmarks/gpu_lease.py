@@ -1,5 +1,7 @@
 """All that a borrowed GPU is to measure, in sections that each end well within ten minutes.
 
+    python3 benchmarks/gpu_lease.py                              the calls of a lease, in order
+    python3 benchmarks/gpu_lease.py --out "$OUT" --call A        run the sections of a call
     python3 benchmarks/gpu_lease.py --out "$OUT" SECTION...      run these, in this order
     python3 benchmarks/gpu_lease.py --list                       what there is
 
@@ -7,6 +9,7 @@ Every section is a process of its own with a limit; what it prints goes to ``SEC
 measures to ``SECTION.json`` in the folder `--out`, and ``summary.json`` says how each ended. A
 section that fails or runs out of time does not keep the next ones. `--limit` bounds all of them
 together: a section is cut short at it, and left for another call if 20 seconds or less remain.
+What passed in an earlier call is not run again, if its folder is named with `--before`.
 On the pretend driver (``tests/pretend``) sections are small, and each says what it leaves out.
 """
 
@@ -67,7 +70,7 @@ SECTIONS: Final = {
     ),
     "engines": Section(
         "engines of vLLM in one worker",
-        240,
+        200,
         (*TEST, "tests/gpu_engines"),
         (*TEST, "tests/gpu_engines"),
         "which tokens they are needs arithmetic",
@@ -81,8 +84,8 @@ SECTIONS: Final = {
         "which tokens they are needs arithmetic",
     ),
     "ranks": Section(
-        "two ranks of an instance, on the pretend driver; not on a GPU",
-        300,
+        "an instance of two ranks, and a daemon with eight, on the pretend driver; not on a GPU",
+        900,
         (*TEST, "tests/gpu_ranks"),
     ),
     "probes": Section(
@@ -96,7 +99,7 @@ SECTIONS: Final = {
     ),
     "switch": Section(
         "ceilings, switches of 1B and 8B, KV of four shapes, overlap",
-        240,
+        180,
         ("benchmarks/gpu_switch.py", "--models", "1B", "8B", "--rounds", "5", "--json", "{json}"),
         ("benchmarks/gpu_switch.py", "--smoke", "--json", "{json}"),
         "models of these sizes; packing KV by a kernel needs arithmetic",
@@ -109,7 +112,7 @@ SECTIONS: Final = {
     ),
     "switch-slab16": Section(
         "8B in slabs of 16 MiB",
-        240,
+        180,
         (
             *("benchmarks/gpu_switch.py", "--models", "8B", "--rounds", "5", "--slab-mib", "16"),
             *("--json", "{json}"),
@@ -157,12 +160,33 @@ SECTIONS: Final = {
     ),
 }
 
+CALLS: Final = {
+    "A": ("memory", "switch"),
+    "B": ("engines", "daemon"),
+    "C": ("serve",),
+    "D": ("pool-small", "probes"),
+    "E": ("switch-14b", "switch-slab16"),
+    "F": ("codec",),
+}
+"""Sections that one command of a lease has time for: what was seen least of on a GPU, and what
+other sections build on, comes first."""
+CALL_SECONDS: Final = 540.0
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="*", metavar="SECTION")
     parser.add_argument("--out", type=Path, default=Path("gpu-lease"))
-    parser.add_argument("--limit", type=float, default=540, help="seconds of all together")
+    parser.add_argument("--call", choices=CALLS, help="the sections of this call")
+    parser.add_argument(
+        "--before",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="what an earlier call brought back: what passed there is not run again",
+    )
+    parser.add_argument("--limit", type=float, default=CALL_SECONDS, help="seconds of all together")
     parser.add_argument("--slow", action="store_true", help="no limit of a section but --limit")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
@@ -170,17 +194,40 @@ def main() -> None:
         for name, section in SECTIONS.items():
             print(f"{name:14} {section.seconds:4.0f} s  {section.what}")
         return
+    if options.call is None and not options.sections:
+        show_calls()
+        return
     unknown = [name for name in options.sections if name not in SECTIONS]
-    if unknown or not options.sections:
-        parser.error(f"name sections of {', '.join(SECTIONS)}, not {', '.join(unknown) or 'none'}")
+    if unknown:
+        parser.error(f"name sections of {', '.join(SECTIONS)}, not {', '.join(unknown)}")
+    asked = [*CALLS.get(options.call, ()), *options.sections]
+    passed = {name for folder in options.before for name in passed_in(folder)}
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.limit
     summary: dict[str, Any] = {}
-    for name in options.sections:
+    for name in asked:
+        if name in passed:
+            print(f"{name}: passed in an earlier call", flush=True)
+            continue
         summary[name] = run(name, options.out, deadline, slow=options.slow)
         (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(f"{name}: {json.dumps(summary[name])}", flush=True)
     sys.exit(0 if all(one["status"] == 0 for one in summary.values()) else 1)
+
+
+def show_calls() -> None:
+    """The commands of a lease, each with the most that it takes."""
+    for call, names in CALLS.items():
+        seconds = sum(SECTIONS[name].seconds for name in names)
+        print(f"# {call}: {', '.join(names)}; at most {seconds:.0f} s")
+        print(f'python3 benchmarks/gpu_lease.py --out "$OUT" --call {call}')
+
+
+def passed_in(folder: Path) -> list[str]:
+    """The sections that passed in an earlier call, as its summary has them. Raises `OSError` if
+    there is none."""
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return [name for name, ended in summary.items() if ended["status"] == 0]
 
 
 def run(name: str, out: Path, deadline: float, *, slow: bool = False) -> dict[str, Any]:

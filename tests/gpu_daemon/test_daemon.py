@@ -18,11 +18,13 @@ import pytest
 
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import KINDS
 from appliance.demo.run import free_port, running_daemon
 from appliance.errors import ConfigError
 from tests.lora import make_adapter
 
 DENSE, OTHER, EXPERTS, VECTORS = "llama-a", "qwen3-a", "mixtral-a", "vectors"
+QUANTIZED = "qwen3-4bit-a"
 NEVER_SECONDS = 300
 """A worker that starts, and kernels that are compiled for the first time."""
 
@@ -86,6 +88,16 @@ def test_adapters_are_refused(served: Served, tmp_path: Path) -> None:
     (tmp_path / "appliance.toml").write_text(text)
 
     with pytest.raises(ConfigError, match="adapters are served on the CPU only"):
+        load_config(tmp_path / "appliance.toml")
+
+
+def test_quantized_weights_are_refused(served: Served, tmp_path: Path) -> None:
+    (path,) = make_checkpoints(tmp_path, [QUANTIZED], KINDS)
+    text = (served.folder / "appliance.toml").read_text()
+    text += f'\n[[model]]\nname = "small"\npath = {str(path)!r}\nmax_context = 512\n'
+    (tmp_path / "appliance.toml").write_text(text)
+
+    with pytest.raises(ConfigError, match="its weights are quantized"):
         load_config(tmp_path / "appliance.toml")
 
 
