@@ -3,6 +3,8 @@ plain vLLM makes of them, and mistral_common gets no sound."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,16 +15,21 @@ import pytest
 import pytest_asyncio
 from mistral_common.exceptions import InvalidRequestException
 from mistral_common.protocol.instruct.chunk import AudioChunk, AudioURLChunk
+from mistral_common.tokens.tokenizers import image
 from mistral_common.tokens.tokenizers.audio import Audio
+from transformers import tokenization_mistral_common
 from vllm.tokenizers.mistral import MistralTokenizer
 from vllm.v1.engine import EngineCoreRequest
 
 from appliance.engines.vllm.messages import decode_request
-from appliance.frontend.serving.mistral_sounds import count_sounds
+from appliance.frontend.serving.mistral_chats import guard_chats
 from appliance.service.front_frames import Submit
+from tests.configs import CONFIGS
+from tests.engine.shrunken import make_shrunken
 from tests.engine.with_sound import ChatPreparer
-from tests.engine.with_voxtral import AUDIO, HEARD, TOKENS, make_voxtral
+from tests.engine.with_voxtral import AUDIO, HEARD, TOKENS, make_voxtral, write_tekken
 from tests.frontend.conftest import model_at
+from tests.frontend.pictures import encoded
 from tests.frontend.served_here import core, http
 from tests.frontend.sounds import RATE, file_of, tone
 from tests.frontend.stand_in_core import StandInCore, front_end
@@ -46,9 +53,24 @@ async def shared(checkpoint: Path) -> AsyncIterator[StandInCore]:
         model_at(checkpoint, "hearer", sounds=2),
         model_at(checkpoint, "crowded", sounds=5),
         model_at(checkpoint, "deaf"),
+        model_at(make_writer(checkpoint.with_name("writer")), "writer"),
     ]
     async with front_end(models, max_body_bytes=32 << 20) as core:
         yield core
+
+
+def make_writer(folder: Path) -> Path:
+    """A model for text whose tokenizer, Mistral's own, would read sounds and images."""
+    made = Path(make_shrunken(folder, "mistral-7b-v0.3", CONFIGS["mistral-7b-v0.3"]))
+    for file in made.glob("tokenizer*"):
+        file.unlink()
+    write_tekken(made)
+    tekken = json.loads((made / "tekken.json").read_text())
+    tekken["image"] = {"image_patch_size": 14, "max_image_size": 1540, "spatial_merge_size": 2}
+    (made / "tekken.json").write_text(json.dumps(tekken))
+    # vLLM takes Mistral's tokenizer if there are Mistral's weights.
+    shutil.copy(made / "model.safetensors", made / "consolidated.safetensors")
+    return made
 
 
 def features(submit: Submit) -> list[tuple[str, int, Any]]:
@@ -127,6 +149,77 @@ async def test_a_sound_is_decoded_once(
     assert then == at + len(HEARD)
 
 
+REFERENCE: Final = {"uuid": "u", "tool_reference": "t", "name": "n"}
+"""With these vLLM takes any part for a reference to a tool, whatever its type is."""
+READ: Final = (
+    {"type": "audio", "base64": "/etc/hostname"},
+    {"type": "audio", "base64": "file:///etc/hostname"},
+    {"type": "audio", "base64": encoded(GOOD)},
+    {"type": "audio", "path": "/etc/hostname"},
+    {"type": "audio", "url": "http://127.0.0.1:9/a.wav"},
+    {"type": "audio_url", "audio_url": {"url": "file:///etc/hostname"}},
+    {"type": "input_audio", "input_audio": {"data": encoded(GOOD), "format": "wav"}},
+    {"type": "image", "path": "/etc/hostname"},
+    {"type": "image", "url": "http://127.0.0.1:9/a.png"},
+    {"type": "image_url", "image_url": {"url": "file:///etc/hostname"}},
+)
+
+
+@pytest.mark.parametrize("model", ["hearer", "deaf", "writer"])
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+async def test_mistral_common_opens_and_fetches_nothing(
+    core: StandInCore,
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    role: str,
+) -> None:
+    read: list[str] = []
+
+    def reads(name: str) -> Any:
+        def read_it(*_: Any, **__: Any) -> Any:
+            read.append(name)
+            raise ValueError(name)
+
+        return read_it
+
+    for name in ("from_bytes", "from_base64", "from_file", "from_url", "resample"):
+        monkeypatch.setattr(Audio, name, reads(name))
+    for module, name in (
+        (tokenization_mistral_common, "load_audio_as"),
+        (image, "download_image"),
+        (image, "image_from_chunk"),
+    ):
+        monkeypatch.setattr(module, name, reads(name))
+    for part in READ:
+        for parts in ([part, TEXT], [part | REFERENCE, TEXT], [TEXT | REFERENCE, part | REFERENCE]):
+            said = {"role": role, "content": parts, "tool_call_id": "abcdefghi"}
+            messages = [{"role": "user", "content": "hello"}, said]
+            body = {"model": model, "messages": messages if role != "system" else messages[::-1]}
+            for path, more in ((CHAT, {"max_tokens": 3}), ("/tokenize", {})):
+                answer = await http.post(path, json=body | more)
+                if part["type"] == "input_audio" and answer.status_code == 200:
+                    assert (model, parts[0]) == ("hearer", part)
+                    continue
+                assert answer.status_code == 400, (path, parts, answer.text)
+                assert "pydantic" not in answer.text
+    assert read == []
+    if model != "hearer":
+        assert not core.said(Submit)
+
+
+async def test_what_mistral_common_gets_of_text(core: StandInCore, http: httpx.AsyncClient) -> None:
+    """The same prompt as of plain strings, whatever else clients write into parts."""
+    plain = [{"role": "user", "content": "what is said"}]
+    for parts in ([TEXT], [TEXT | REFERENCE], [TEXT | {"cache_control": {}}]):
+        said = [{"role": "user", "content": parts}]
+        for messages in (plain, said):
+            answer = await http.post(CHAT, json=chat(model="writer", messages=messages))
+            assert answer.status_code == 200, answer.text
+    prompts = {submit.prompt for submit in core.said(Submit)}
+    assert len(prompts) == 1
+
+
 REFUSED: Final[dict[str, tuple[tuple[dict[str, Any], ...], str]]] = {
     "text beside it": (
         ({"type": "text", "text": "a"} | {"input_audio": sound(GOOD)["input_audio"]},),
@@ -196,7 +289,7 @@ async def test_nothing_but_a_length_is_counted(checkpoint: Path) -> None:
             return self.tokenizer
 
     renderer: Any = Renderer()
-    count_sounds(renderer)
+    guard_chats(renderer, sounds=True)
     encode = renderer.tokenizer.instruct.audio_encoder
     assert encode(AudioChunk(input_audio="480000")).tokens == list(HEARD)
     for said in (GOOD, "UklGRg==", "480001", "0", "-1", "9" * 30):

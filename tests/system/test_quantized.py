@@ -26,7 +26,7 @@ from tests.engine.quantizing import (
     w8a8_config,
 )
 from tests.engine.shrunken import make_shrunken
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, until
 from tests.system.test_kinds import PROMPTS, SHORT_TURNS, ask, configure, plain
 
 MODELS = {
@@ -65,13 +65,20 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
         dtype="auto",
     )
 
+    logs, kept = [], []
     for _ in range(2):
         with running_daemon(file, load_config(file)) as (url, _):
             assert asyncio.run(ask_all(url)) == expected
-    log = (tmp_path / "daemon.log").read_text(errors="replace")
-    assert re.search(r'"preemptions":[1-9]', log), "they took turns"
-    kept = [path for path in (tmp_path / "images").rglob("*") if path.is_file()]
-    assert len(kept) >= len(MODELS)
+            until(lambda: len(images(tmp_path)) == len(paths))
+        kept.append(images(tmp_path))
+        logs.append((tmp_path / "daemon.log").read_text(errors="replace"))
+    assert kept[0] == kept[1], "the second start read the images of the first"
+    assert re.search(r'"preemptions":[1-9]', "".join(logs)), "they took turns"
+
+
+def images(folder: Path) -> dict[str, int]:
+    """When each of the whole images was written."""
+    return {file.name: file.stat().st_mtime_ns for file in (folder / "images").glob("*.packed")}
 
 
 async def ask_all(url: str) -> Outputs:

@@ -35,7 +35,7 @@ from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
 from appliance.frontend.serving.held_text import keep_held_text
 from appliance.frontend.serving.media import prepare_in_turns
-from appliance.frontend.serving.mistral_sounds import count_sounds
+from appliance.frontend.serving.mistral_chats import guard_chats
 from appliance.frontend.serving.speech import SERVING as OF_SOUND
 from appliance.frontend.serving.speech import decode_in_turns
 from appliance.service.front_frames import FrontModel, ModelRefused
@@ -201,8 +201,7 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     # Guides are checked where they may end the process (`appliance.frontend.guide_compiler`).
     llm.input_processor.structured_outputs_config = None
     prepare_in_turns(llm.renderer)
-    if model.sounds:
-        count_sounds(llm.renderer)
+    guard_chats(llm.renderer, sounds=bool(model.sounds))
     state = State()
     for name in SERVING:
         setattr(state, name, None)
@@ -234,6 +233,9 @@ def arguments(model: FrontModel) -> Namespace:
         options.append("--language-model-only")
     if model.sounds and read_model_config(Path(model.path)).architecture == VOXTRAL:
         options += ["--tokenizer-mode", "mistral"]
+    elif model.images:
+        # mistral_common would decode images of any size, which here are looked at first.
+        options += ["--tokenizer-mode", "hf"]
     if model.task is Task.GENERATE and model.tool_parser is not None:
         options += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_parser]
     if model.task is Task.GENERATE and model.reasoning_parser is not None:

@@ -25,6 +25,7 @@ def image_args(images: int, checkpoint: ModelConfig, ranks: int, device: Device)
         "hf_overrides": whole_config,
         # What prepares images is made with it; vLLM asks that for the size of an image.
         "skip_tokenizer_init": False,
+        "tokenizer_mode": "hf",  # as in front ends
         "limit_mm_per_prompt": {"image": images, "video": 0},
         "mm_processor_cache_gb": 0,  # images come prepared
         "skip_mm_profiling": True,
