@@ -21,6 +21,7 @@ from appliance.checkpoints.architectures.unequal_layers import TWO_SIZES, UNEQUA
 from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ANOTHER, ONE_RANK, ModelConfig, known_models
 from appliance.checkpoints.quantized import quantization
+from appliance.checkpoints.rank_shares import why_undivided
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
 from appliance.errors import CheckpointError
@@ -185,8 +186,7 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
             "on several ranks",
             ONE_RANK,
         )
-    if wrong := why_not_served(config, ranks=ranks):
-        raise UnsupportedModel(f"{config.path}: {wrong}", ONE_RANK)
+    _check_ranks(config, ranks)
     _check_cpu_kernels(config, name)
     if not config.get("linear_key_head_dim"):
         return
@@ -246,8 +246,7 @@ def check_cuda(config: ModelConfig, ranks: int = 1) -> None:
     _check_libraries(config)
     if wrong := why_not_served(config, cuda=True):
         raise UnsupportedModel(f"{config.path}: {wrong}", ANOTHER)
-    if wrong := why_not_served(config, ranks=ranks):
-        raise UnsupportedModel(f"{config.path}: {wrong}", ONE_RANK)
+    _check_ranks(config, ranks)
     found = quantization.said(config)
     if found is not None:
         method = quantization.method_of(found)
@@ -260,6 +259,17 @@ def check_cuda(config: ModelConfig, ranks: int = 1) -> None:
             f"{config.path}: layers of {config.architecture} differ in the KV that they keep, "
             "which was only tried on the CPU",
             ANOTHER,
+        )
+
+
+def _check_ranks(config: ModelConfig, ranks: int) -> None:
+    """Raise `UnsupportedModel` for a model of which so many ranks cannot have a shard each."""
+    if wrong := why_not_served(config, ranks=ranks):
+        raise UnsupportedModel(f"{config.path}: {wrong}", ONE_RANK)
+    if wrong := why_undivided(config, ranks):
+        raise UnsupportedModel(
+            f"{config.path}: {wrong}",
+            "take a tensor_parallel that divides it, in [devices] or in the groups of the model",
         )
 
 

@@ -233,6 +233,26 @@ def _with_devices(config: Config, report: ProblemReport) -> Config:
     return msgspec.structs.replace(config, devices=devices)
 
 
+def _too_many(devices: Devices, instances: int, ranks: int, gpus: int) -> tuple[KeyPath, str, str]:
+    """The problem of more ranks than there are GPUs."""
+    wrong = f"{instances} instances of {ranks} ranks in all have {gpus} GPUs"
+    if devices.groups:
+        return ("devices", "group"), wrong, f"have groups of {gpus} ranks or fewer in all"
+    if ranks == instances:
+        remedy = f"use {gpus} or fewer: each has one to itself"
+        return ("devices", "instances"), f"{instances} instances have {gpus} GPUs", remedy
+    fitting = gpus // devices.tensor_parallel
+    if fitting:
+        remedy = f"use {fitting} or fewer: each rank has a GPU to itself"
+        return ("devices", "instances"), wrong, remedy
+    wrong = f"an instance of {devices.tensor_parallel} ranks has {gpus} GPUs"
+    return (
+        ("devices", "tensor_parallel"),
+        wrong,
+        f"use {gpus} or fewer: each rank has one to itself",
+    )
+
+
 def _used_gpus(devices: Devices, gpus: Sequence[Gpu], report: ProblemReport) -> Sequence[Gpu]:
     """Those that instances compute on; all of them if that cannot be."""
     there = {gpu.number: gpu for gpu in gpus}
@@ -247,11 +267,6 @@ def _used_gpus(devices: Devices, gpus: Sequence[Gpu], report: ProblemReport) -> 
     plans = plan_instances(devices)
     wanted = [number for plan in plans for number in plan.gpus]
     if len(wanted) > len(gpus):
-        ranks = f" of {len(wanted)} ranks in all" if len(wanted) > len(plans) else ""
-        report.add(
-            ("devices", "group" if devices.groups else "instances"),
-            f"{len(plans)} instances{ranks} have {len(gpus)} GPUs",
-            f"use {len(gpus)} or fewer: each rank has one to itself",
-        )
+        report.add(*_too_many(devices, len(plans), len(wanted), len(gpus)))
         return gpus
     return [there[number] for number in wanted] or gpus  # none: reported with its group

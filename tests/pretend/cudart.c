@@ -390,7 +390,7 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureS
 API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { *mode = pretend_exchange(*mode); return OK; }
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *x, cudaGraph_t g, unsigned long long flags) { *x = (cudaGraphExec_t)(graphs += 16); return OK; }
 API cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t *nodes, size_t *n) { *n = 1; return OK; }
-static void note_launched(cudaGraphExec_t g) {  // a line of the file PRETEND_GRAPHS, the first time
+static void note_launched(cudaGraphExec_t g) {  // a line of the file PRETEND_GRAPHS, the first time; for 65536 graphs of a process
   static char launched[1 << 16];
   u64 number = (u64)g / 16 % sizeof launched;
   const char *path = launched[number] ? 0 : getenv("PRETEND_GRAPHS");

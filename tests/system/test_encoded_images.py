@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -77,8 +78,11 @@ def doctor(file: Path) -> tuple[int, str]:
 
 def host_tier(pid: int) -> Path:
     """The daemon's host cache, whose only image is the model's."""
-    handles = Path(f"/proc/{pid}/fd").iterdir()
-    return next(one for one in handles if "appliance-host" in str(one.readlink()))
+    for handle in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if "appliance-host" in str(handle.readlink()):
+                return handle
+    raise AssertionError("the daemon has no host cache")
 
 
 def first_bytes(tier: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.rank_shares import why_undivided
 from appliance.config.loader import load_config
 from appliance.errors import ConfigError, Problem
 
@@ -73,7 +76,7 @@ def test_ranks_have_no_encoded_weights(tmp_path: Path, fake_checkpoint: Make) ->
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks", "fits"),
-    [(4, 4, 2, True), (4, 2, 4, True), (4, 1, 2, True), (3, 3, 2, False), (6, 4, 3, False)],
+    [(4, 4, 2, True), (4, 2, 4, True), (4, 1, 2, True), (3, 3, 2, False), (12, 6, 4, False)],
 )
 def test_heads_are_divided(
     tmp_path: Path, fake_checkpoint: Make, heads: int, kv_heads: int, ranks: int, fits: bool
@@ -87,6 +90,37 @@ def test_heads_are_divided(
         found = problem(tmp_path, ranks)
         assert found.key == "model[0]"
         assert f"{heads} attention heads and {kv_heads} for keys and values" in found.wrong
+
+
+@pytest.mark.parametrize(
+    ("changed", "ranks", "wrong"),
+    [
+        ({"vocab_size": 250}, 3, "its vocabulary, padded to 256 rows, cannot be divided among 3"),
+        ({"vocab_size": 250}, 4, ""),
+        ({"intermediate_size": 130}, 4, "intermediate_size (130) cannot be divided among 4 ranks"),
+        ({"intermediate_size": 130}, 2, ""),
+        ({"moe_intermediate_size": 6}, 4, "moe_intermediate_size (6) cannot be divided"),
+    ],
+)
+def test_sizes_are_divided(
+    tmp_path: Path, fake_checkpoint: Make, changed: dict[str, int], ranks: int, wrong: str
+) -> None:
+    """vLLM divides them without a rest, or builds nothing."""
+    folder = fake_checkpoint()
+    config = json.loads((folder / "config.json").read_text()) | changed
+    (folder / "config.json").write_text(json.dumps(config))
+
+    found = why_undivided(read_model_config(folder), ranks)
+    assert wrong in found
+    assert bool(found) == bool(wrong)
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path, fake_checkpoint: Make) -> None:
+    fake_checkpoint(num_attention_heads=3, num_key_value_heads=3)
+
+    found = problem(tmp_path, 3)
+    assert found.key == "model[0].path"
+    assert "cannot be divided among 3 ranks" in found.wrong
 
 
 def test_a_rank_holds_its_share(tmp_path: Path, fake_checkpoint: Make) -> None:
