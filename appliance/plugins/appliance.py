@@ -10,6 +10,7 @@ and says what each part is worth.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,20 +22,23 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import UNLIMITED
+from appliance.plugins.homes import Homes, HomeSeeker
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     BatchView,
     ClusterView,
     Costs,
+    GroupView,
     InstanceView,
+    ModelView,
     Phase,
     Placement,
     PlannedTurn,
     PrefillChoice,
     RequestView,
 )
-from appliance.vocabulary import InstanceId, ModelName, RequestClass, Role
+from appliance.vocabulary import InstanceId, ModelName, RequestClass
 
 ESTIMATES_SECONDS = 30.0
 """How long what is expected of a model is kept."""
@@ -50,6 +54,8 @@ LOOKED_AT = 2
 AWAY = 0.25
 """A model with KV on the host waits until its slack is less than this share of its target, while
 another one goes on: each switch between them moves KV."""
+LEAST_RATE = 0.01
+"""Requests a second that a model is expected to get at least."""
 RENEWED = 16
 """Not more than this part of the models is looked up anew at once."""
 
@@ -63,6 +69,8 @@ class ModelWork:
     model: ModelName
     due: float = math.inf
     """When the next token of the most urgent request is due."""
+    overdue: float = math.inf
+    """When the most urgent token was due, if it is late; infinite if it is not."""
     prompt_seconds: float = 0.0
     """What the prompts that wait take."""
     runs: bool = False
@@ -129,10 +137,17 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     requests that decode in the same steps."""
     max_lateness_seconds: Seconds = 30.0
     """How much later than the model that runs, if that is late itself, another one may be."""
+    renewal_seconds: Seconds = 30.0
+    """On an instance that is behind, a request that is late by more than its margin is due again so
+    much later, and waits until then for requests that can still be in time. An instance is behind
+    from when a token there is late by more than a TTFT target, until none is late."""
     slack_target: Annotated[float, Meta(gt=0)] = 1.0
     """A model that has earned this many times the TTFT target of its requests lets others go on."""
     longest_turn_seconds: Seconds = 60.0
     """The longest turn while no other model has work."""
+    home_share: Annotated[float, Meta(gt=0)] = 0.35
+    """A model has homes, which it does not leave for each request, if a switch to it takes more
+    than this share of its TTFT target."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
     """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
     of each model, from its own answers, made it worse: they vary more than the truth.)"""
@@ -142,12 +157,16 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._loads: dict[InstanceId, InstanceWork] = {}
         self._chosen: InstanceId | None = None
         self._expected: dict[ModelName, Expected] = {}
+        self._homes = Homes()
+        self._placements: list[Placement] = []
+        self._behind: set[InstanceId] = set()
 
     # --- where requests go -----------------------------------------------------------------------
 
     @hookimpl
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
-        """Everything everywhere. What is expected of models is renewed, the oldest first; of those
+        """Models whose loads take long against their TTFT target have homes; the others may run
+        everywhere. What is expected of models is renewed, the oldest first; of those
         that are there no more it is forgotten."""
         known = self._expected
         for model in list(itertools.islice(known, 1 + len(known) // RENEWED)):
@@ -156,7 +175,52 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             del known[model]
             if any([view.name == model for view in cluster.models]):
                 self._expect(model, now, costs)
-        return [Placement(role=Role.MIXED)] * len(cluster.instances)
+        there = (
+            [(view.id, view.up) for view in cluster.instances],
+            [(model.name, model.instances) for model in cluster.models],
+        )
+        if self._homes.are_due(now, there):
+            self._placements = self._plan_homes(cluster, costs)
+        return self._placements
+
+    def _plan_homes(self, cluster: ClusterView, costs: Costs) -> list[Placement]:
+        """O(models x instances), and for models with homes O(models x homes x instances)."""
+        homes = self._homes
+        homes.plan(
+            {view.id: view.total_bytes for view in cluster.instances if view.up},
+            [
+                self._seeker(model, costs)
+                for model in cluster.models
+                if self._is_tight(model, costs)
+            ],
+        )
+        rest = frozenset([model.name for model in cluster.models]).difference(homes.of)
+        return [
+            Placement(models=rest | homes.at(view.id) if homes.of else None)
+            for view in cluster.instances
+        ]
+
+    def _is_tight(self, model: ModelView, costs: Costs) -> bool:
+        """Whether a request that finds the model's weights away is late, or nearly so."""
+        return costs.switch_seconds(model.name) > self.home_share * model.slo.ttft_seconds
+
+    def _seeker(self, model: ModelView, costs: Costs) -> HomeSeeker:
+        demand = self._demand(model, costs)
+        return HomeSeeker(model.name, demand, model.weight_bytes, model.instances)
+
+    def _demand(self, model: ModelView, costs: Costs) -> float:
+        """The share of an instance that the model needs to be in time: its prompts, and steps at
+        the pace of its TBT target while it has requests, if those come as a Poisson process."""
+        rate, prompt = LEAST_RATE, 1.0
+        output = model.output_tokens or self.output_tokens
+        if model.arrivals_per_second > LEAST_RATE:
+            rate = model.arrivals_per_second
+            prompt = max(1.0, model.tokens_per_second / rate - output)
+        tbt = model.slo.tbt_seconds
+        running = rate * output * tbt
+        step = costs.step_seconds(model.name, max(1, round(running)))
+        prompts = rate * costs.prefill_seconds(model.name, round(prompt))
+        return prompts + (1 - math.exp(-running)) * step / tbt
 
     @hookimpl
     def prefill(
@@ -187,7 +251,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             if (seconds, view.id) < (soonest, best.id):
                 best, soonest = view, seconds
         self._chosen = best.id
-        return PrefillChoice(instance=best.id, group=_own_group(request, best))
+        return PrefillChoice(instance=best.id, group=_own_group(now, request, best))
 
     def _renew_loads(self, now: float, instances: Sequence[InstanceView], costs: Costs) -> None:
         """Of the instances where a request came or went, the one that the last request went to and
@@ -334,7 +398,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         return self._quota(now, instance, model, costs, instance.turn_began)
 
     def _next(self, now: float, view: InstanceView, costs: Costs) -> ModelWork:
-        """The urgent model with the earliest deadline. If none is urgent, the model that runs, as
+        """The urgent model with the earliest deadline. If none is urgent, the one that is late for
+        longest; if none is late either, the model that runs, as
         that costs no switch, until it has its slack target; then the model whose deadline is next.
         A running model that is late itself goes on: it soon will not be. If it stays late, as more
         is asked of it than it can do, others do not wait for that."""
@@ -342,6 +407,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         able = [work for work in works.values() if work.runs]
         urgent = [work for work in able if work.latest <= now]
         first = min(urgent or able, key=_deadline)
+        if not urgent and (urgent := [work for work in able if work.overdue <= now]):
+            first = min(urgent, key=_overdue)
         current = works.get(view.current_model or "")
         if current is None or current not in (urgent or able):
             return first
@@ -381,6 +448,27 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
         return batch.slo.tbt_seconds / step - 1
 
+    def _is_behind(self, now: float, view: InstanceView) -> bool:
+        """Whether the instance has more to do than it can do in time, as far as is seen: it has
+        from when a token is late by more than a TTFT target, until none is late."""
+        works: list[BatchView | GroupView] = [*view.batches, *view.groups]
+        late = [work for work in works if work.deadline < now]
+        if not late:
+            self._behind.discard(view.id)
+            return False
+        if any([work.deadline < now - work.slo.ttft_seconds for work in late]):
+            self._behind.add(view.id)
+        return view.id in self._behind
+
+    def _renewed(self, deadlines: Sequence[float], limit: float) -> float:
+        """When the first of the tokens counts as due: as promised, or, if that was before `limit`,
+        so much later. O(those before), or less if they were not long before."""
+        period = self.renewal_seconds
+        late = bisect.bisect_left(deadlines, limit)
+        first = deadlines[:late] if deadlines[0] < limit - period else deadlines[:1]
+        renewed = [due + math.ceil((limit - due) / period) * period for due in first]
+        return min([*renewed, *deadlines[late : late + 1]])
+
     # --- what is known of an instance ------------------------------------------------------------
 
     def _look(self, now: float, view: InstanceView, costs: Costs) -> Outlook:
@@ -392,18 +480,28 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def _make_outlook(self, now: float, view: InstanceView, costs: Costs) -> Outlook:
         known = self._expected
         works: dict[ModelName, ModelWork] = {}
+        behind = self._is_behind(now, view)
         for batch in view.batches:
+            margin = self.margin * batch.slo.ttft_seconds
+            due, overdue = batch.deadline, math.inf
+            if behind and due < now - margin:
+                due, overdue = self._renewed(batch.deadlines, now - margin), due
             works[batch.model] = ModelWork(
                 model=batch.model,
-                due=batch.deadline,
+                due=due,
+                overdue=overdue,
                 runs=batch.runnable > 0,
                 slack_target_seconds=self.slack_target * batch.slo.ttft_seconds,
-                margin_seconds=self.margin * batch.slo.ttft_seconds,
+                margin_seconds=margin,
             )
         for group in view.groups:
             work = works.setdefault(group.model, ModelWork(model=group.model))
-            work.due = min(work.due, group.deadline)
             margin = self.margin * group.slo.ttft_seconds
+            due = group.deadline
+            if behind and due < now - margin:
+                work.overdue = min(work.overdue, due)
+                due = self._renewed((due,), now - margin)
+            work.due = min(work.due, due)
             work.margin_seconds = min(work.margin_seconds, margin)
             expected = known.get(group.model) or self._expect(group.model, now, costs)
             work.prompt_seconds += (
@@ -423,11 +521,16 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         return Outlook(view, works)
 
 
-def _own_group(request: RequestView, view: InstanceView) -> int | None:
-    """The group of its model and class: interactive requests do not queue behind batch work."""
+def _own_group(now: float, request: RequestView, view: InstanceView) -> int | None:
+    """The group of its model and class: interactive requests do not queue behind batch work, nor
+    those that can be in time behind late ones."""
     interactive = request.request_class is RequestClass.INTERACTIVE
     for index, group in enumerate(view.groups):
-        if group.model == request.model and (group.interactive > 0) == interactive:
+        if (
+            group.model == request.model
+            and (group.interactive > 0) == interactive
+            and group.deadline >= now
+        ):
             return index
     return None
 
@@ -441,6 +544,10 @@ def _batch(view: InstanceView, model: ModelName) -> BatchView | None:
 
 def _deadline(work: ModelWork) -> tuple[float, ModelName]:
     return work.due, work.model
+
+
+def _overdue(work: ModelWork) -> tuple[float, ModelName]:
+    return work.overdue, work.model
 
 
 def _latest(work: ModelWork) -> tuple[float, ModelName]:

@@ -199,6 +199,7 @@ class Cluster:
 
     def _batch_view(self, model: ModelName, batch: DecodeBatch) -> BatchView:
         members, last = batch.members.values(), batch.last_view
+        deadlines = tuple(sorted([request.next_due for request in members]))
         batch.view = batch.last_view = BatchView(
             model=model,
             requests=len(members),
@@ -207,7 +208,8 @@ class Cluster:
             kv_tokens=sum([request.tokens for request in members]),
             away_tokens=sum([r.kv_tokens for r in members if r.kv is KvPlace.HOST]),
             slo=last.slo if last else strictest([request.spec.slo for request in members]),
-            deadline=min([request.next_due for request in members]),
+            deadline=deadlines[0],
+            deadlines=deadlines,
             arrived=last.arrived if last else min([request.arrived for request in members]),
         )
         return batch.view

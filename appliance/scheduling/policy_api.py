@@ -116,6 +116,8 @@ class BatchView(Word, frozen=True):
     kv_tokens: int
     slo: Slo
     deadline: float
+    deadlines: tuple[float, ...]
+    """When the next token of each request is due, the most urgent first."""
     arrived: float
     away_tokens: int = 0
 

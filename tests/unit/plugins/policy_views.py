@@ -147,6 +147,7 @@ def batch_view(
         deadline=deadline,
         arrived=arrived,
         away_tokens=away_tokens,
+        deadlines=(deadline,),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec import structs
 
 from appliance.plugins.appliance import Appliance
 from appliance.scheduling.policy_api import BatchView, InstanceView, Phase, PrefillChoice
@@ -55,9 +56,33 @@ def running(model: str, *, batches: dict[str, float], resident: str = "") -> Ins
 
 def test_every_instance_does_everything() -> None:
     """No instance is set apart for prompts, or for some models."""
-    placements = Appliance().place(now=NOW, cluster=cluster_view(3, model_view("a")), costs=COSTS)
+    patient = model_view("a", ttft=5.0)
+
+    placements = Appliance().place(now=NOW, cluster=cluster_view(3, patient), costs=COSTS)
 
     assert [(place.role, place.models) for place in placements] == [(Role.MIXED, None)] * 3
+
+
+def test_models_whose_switch_is_long_beside_their_ttft_have_homes() -> None:
+    """A switch takes a second, a third of three: the others may run everywhere."""
+    tight = [model_view(f"t{n}", ttft=2.8) for n in range(4)]
+    cluster = cluster_view(4, *tight, model_view("patient", ttft=3.0))
+
+    placements = Appliance().place(now=NOW, cluster=cluster, costs=COSTS)
+
+    homes = sorted([sorted(place.models or ()) for place in placements])
+    assert homes == [["patient", f"t{n}"] for n in range(4)]
+
+
+def test_a_model_with_most_of_the_demand_has_more_homes() -> None:
+    hot = model_view("hot", ttft=1.0, arrivals=5.0, tokens=2000.0)
+    rare = [model_view(f"r{n}", ttft=1.0, arrivals=0.01, tokens=4.0) for n in range(3)]
+    cluster = cluster_view(4, hot, *rare)
+
+    placements = Appliance().place(now=NOW, cluster=cluster, costs=COSTS)
+
+    homes = [sum([name in (p.models or ()) for p in placements]) for name in ("hot", "r0")]
+    assert homes[0] > homes[1] == 1
 
 
 # --- who runs ------------------------------------------------------------------------------------
@@ -161,6 +186,61 @@ def test_a_late_model_keeps_no_request_waiting_for_ever() -> None:
     ]
 
     assert first == ["a", "b"]
+
+
+def first_of(policy: Appliance, **due: float) -> str:
+    view = running("c", batches=due, resident="abc")
+    return policy.round(now=NOW, instance=view, costs=COSTS)[0].model
+
+
+def test_what_is_late_on_an_instance_that_is_behind_waits_for_what_can_be_in_time() -> None:
+    """From when a token is late by more than a TTFT target (1 s), until none is late: a token that
+    missed its deadline by more than the margin (0.2 s) is due again 30 s later."""
+    policy = Appliance()
+
+    assert first_of(policy, a=-0.9, b=0.1) == "a"
+    assert first_of(policy, a=-1.1, b=0.1) == "b"
+    assert first_of(policy, a=-0.9, b=0.1) == "b"
+    assert first_of(policy, a=-0.1, b=0.1) == "a"
+    assert first_of(policy, a=-29.9, b=0.1) == "a"
+    assert first_of(policy, a=0.0, b=0.1) == "a"
+    assert first_of(policy, a=-0.9, b=0.1) == "a"
+
+
+def test_a_prompt_that_is_late_puts_an_instance_behind() -> None:
+    policy = Appliance()
+    late = instance_view(groups=(group_view("a", deadline=NOW - 1.1),), resident=["a", "b"])
+    policy.phase(now=NOW, instance=late, costs=COSTS)
+
+    assert first_of(policy, a=-0.9, b=0.1) == "b"
+
+
+def test_an_instance_that_is_behind_runs_what_is_late_while_nothing_is_urgent() -> None:
+    """Before models that have time, the one that is late for longest first."""
+    assert first_of(Appliance(), a=-1.0, b=-2.0, c=0.9) == "b"
+
+
+def test_one_late_request_does_not_make_its_batch_late() -> None:
+    late = structs.replace(batch_view("a", 2, deadline=NOW - 5), deadlines=(NOW - 5, NOW + 0.1))
+    other = batch_view("b", deadline=NOW + 0.15)
+    view = instance_view(batches=(late, other), resident=["a", "b"])
+
+    assert Appliance().round(now=NOW, instance=view, costs=COSTS)[0].model == "a"
+
+
+def test_each_late_request_is_due_again_at_its_own_time() -> None:
+    """One is 29.95 s late and due in 0.05 s, one 64.9 s and due in 25.1 s."""
+    deadlines = (NOW - 64.9, NOW - 29.95)
+    late = structs.replace(batch_view("a", 2, deadline=deadlines[0]), deadlines=deadlines)
+    view = instance_view(batches=(late, batch_view("b", deadline=NOW + 0.1)), resident=["a", "b"])
+
+    assert Appliance().round(now=NOW, instance=view, costs=COSTS)[0].model == "a"
+
+
+def test_a_request_that_can_be_in_time_joins_no_late_group() -> None:
+    view = instance_view(groups=(group_view("a", deadline=NOW - 0.1),))
+
+    assert chosen(Appliance(), view) == PrefillChoice(instance=view.id)
 
 
 def test_a_model_with_too_much_to_do_starves_no_request() -> None:
@@ -296,17 +376,23 @@ def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
     more = policy.preempt(now=NOW, instance=view, costs=COSTS)
 
     assert more == pytest.approx(10.0 - 1.0 - 1.0 - 0.1)
-    late = instance_view(
-        groups=(group_view("b", tokens=1000, deadline=NOW),),
-        batches=view.batches,
-        current="a",
-        turn="a",
-        turn_began=NOW,
-        resident=["a"],
-    )
+
+    def left(passed: float, deadline: float) -> float:
+        late = instance_view(
+            groups=(group_view("b", tokens=1000, deadline=NOW + deadline),),
+            batches=view.batches,
+            current="a",
+            turn="a",
+            turn_began=NOW,
+            resident=["a"],
+        )
+        return policy.preempt(now=NOW + passed, instance=late, costs=COSTS)
+
     # No less than the switch to come takes, from when the turn began.
-    assert policy.preempt(now=NOW + 0.4, instance=late, costs=COSTS) == pytest.approx(0.6)
-    assert policy.preempt(now=NOW + 2.0, instance=late, costs=COSTS) == 0.0
+    assert left(0.4, 0.35) == pytest.approx(0.6)
+    assert left(2.0, 1.95) == 0.0
+    # What is later than the margin is due again after half a minute.
+    assert left(2.0, 0.0) == pytest.approx(28.0 - 1.0 - 0.1 - 0.1)
 
 
 # --- chunks --------------------------------------------------------------------------------------
@@ -365,7 +451,8 @@ def chosen(policy: Appliance, *views: InstanceView) -> PrefillChoice:
 def test_a_request_joins_its_model() -> None:
     """There it costs its prompt only; in the group that waits, if there is one. So it is where
     there are more models than instances."""
-    busy = instance_view(0, groups=(group_view("b"), group_view("a")), resident=["a", "b"])
+    groups = (group_view("b", deadline=NOW), group_view("a", deadline=NOW))
+    busy = instance_view(0, groups=groups, resident=["a", "b"])
     other = instance_view(1, batches=(batch_view("c"), batch_view("d")), resident=["c", "d"])
 
     assert chosen(Appliance(), other, busy) == PrefillChoice(instance=0, group=1)
@@ -405,7 +492,8 @@ def test_a_request_goes_where_steps_read_less_kv() -> None:
 )
 def test_classes_wait_in_groups_of_their_own(kind: RequestClass, group: int) -> None:
     """Who is waited for does not stand in line behind batch work of the same model."""
-    view = instance_view(groups=(group_view("a", 900, interactive=0), group_view("a", 2)))
+    groups = (group_view("a", 900, interactive=0), group_view("a", 2))
+    view = instance_view(groups=tuple(structs.replace(g, deadline=NOW) for g in groups))
     request = request_view("a", kind=kind)
 
     choice = Appliance().prefill(now=NOW, request=request, instances=[view], costs=COSTS)
@@ -487,6 +575,8 @@ def test_estimates_are_renewed_a_few_at_a_time() -> None:
         view = instance_view(0, membership_version=number)
         policy.prefill(now=NOW, request=request, instances=[view], costs=COSTS)
     dear = CountingCosts(step=0.01, per_token=0.0001, switch=1.0)
+
+    policy.place(now=NOW + 28, cluster=cluster, costs=COSTS)  # looks at switches, for homes
 
     policy.place(now=NOW + 29, cluster=cluster, costs=dear)
     assert dear.asked == []

@@ -1,0 +1,126 @@
+"""Homes: on which instances a model is kept whose weights take too long to come when it is asked.
+
+A model has as many homes as its share of the demand is instances, rounded up. The largest demands
+are placed first, each where the least demand for the memory left is (KVPR, Prism §6.2, with the
+share of an instance that a model needs to keep its SLO targets as its pressure).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from appliance.vocabulary import InstanceId, ModelName
+
+FEWEST_INSTANCES = 3
+"""A model has homes if as many can serve it: with two, a home is half of all that there is, which
+fits no share."""
+PERIOD_SECONDS = 10.0
+"""Homes are thought over as often as this."""
+THRESHOLD = 0.2
+"""A model leaves a home for one with a pressure that is lower by more than this share."""
+
+
+class HomeSeeker(NamedTuple):
+    """A model that needs homes: `demand` is the share of an instance that it needs to be in time
+    (more than 1 for several), `weight_bytes` its size; `instances` can serve it, None for all."""
+
+    model: ModelName
+    demand: float
+    weight_bytes: int
+    instances: frozenset[InstanceId] | None = None
+
+    def able(self, instances: Iterable[InstanceId]) -> list[InstanceId]:
+        """Those of the instances that can serve it."""
+        return [i for i in instances if self.instances is None or i in self.instances]
+
+
+class Homes:
+    """The homes of models, planned anew every `PERIOD_SECONDS` and when models or instances come
+    or go."""
+
+    def __init__(self) -> None:
+        self.of: dict[ModelName, frozenset[InstanceId]] = {}
+        self._there: object = None
+        self._due = -math.inf
+
+    def are_due(self, now: float, there: object) -> bool:
+        """Whether to plan, now that these models and instances are there: any word for them that
+        is another one if they are."""
+        if now < self._due and there == self._there:
+            return False
+        self._due, self._there = now + PERIOD_SECONDS, there
+        return True
+
+    def plan(self, capacity_bytes: Mapping[InstanceId, int], seekers: Sequence[HomeSeeker]) -> None:
+        """Give those of the models that enough instances can serve homes on instances that are
+        up."""
+        able = [one for one in seekers if len(one.able(capacity_bytes)) >= FEWEST_INSTANCES]
+        self.of = find_homes(able, capacity_bytes, self.of, THRESHOLD)
+
+    def at(self, instance: InstanceId) -> frozenset[ModelName]:
+        """The models that have a home there. O(models)."""
+        return frozenset([model for model, homes in self.of.items() if instance in homes])
+
+
+class _Room(NamedTuple):
+    demand: float
+    free_bytes: float
+
+    def pressure(self, demand: float, weight_bytes: int) -> float:
+        """Demand for the memory left, if the model came here, too."""
+        left = self.free_bytes - weight_bytes
+        return (self.demand + demand) / left if left > 0 else math.inf
+
+
+def find_homes(
+    seekers: Sequence[HomeSeeker],
+    capacity_bytes: Mapping[InstanceId, int],
+    known: Mapping[ModelName, frozenset[InstanceId]],
+    threshold: float,
+) -> dict[ModelName, frozenset[InstanceId]]:
+    """The homes of each model. It leaves one that it has (`known`) only for one where the pressure
+    is lower by more than `threshold` of it. `seekers` can each be served by an instance.
+    O(models x homes x instances)."""
+    rooms = {i: _Room(0.0, float(capacity)) for i, capacity in capacity_bytes.items()}
+    total = sum([seeker.demand for seeker in seekers])
+    homes: dict[ModelName, frozenset[InstanceId]] = {}
+    for seeker in sorted(seekers, key=lambda one: (-one.demand, one.model)):
+        able = seeker.able(rooms)
+        share = seeker.demand / total * len(rooms) if total else 1.0
+        count = min(len(able), max(1, math.ceil(share - 1e-9)))
+        demand = seeker.demand / count
+        before = known.get(seeker.model, frozenset())
+        mine: list[InstanceId] = []
+        for _ in range(count):
+            best = _best(
+                {i: rooms[i] for i in able if i not in mine},
+                demand,
+                seeker.weight_bytes,
+                before,
+                threshold,
+            )
+            room = rooms[best]
+            left = room.free_bytes - seeker.weight_bytes
+            rooms[best] = _Room(room.demand + demand, left if left > 0 else room.free_bytes)
+            mine.append(best)
+        homes[seeker.model] = frozenset(mine)
+    return homes
+
+
+def _best(
+    rooms: Mapping[InstanceId, _Room],
+    demand: float,
+    weight_bytes: int,
+    before: frozenset[InstanceId],
+    threshold: float,
+) -> InstanceId:
+    options = [
+        (room.pressure(demand, weight_bytes), room.demand, -room.free_bytes, number)
+        for number, room in rooms.items()
+    ]
+    best = min(options)
+    kept = min([option for option in options if option[-1] in before], default=best)
+    stays = kept[0] < math.inf and kept[0] * (1 - threshold) <= best[0]
+    return kept[-1] if stays else best[-1]

@@ -1,0 +1,104 @@
+"""Homes of models: each has as many as its share of the demand is instances, and keeps them."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.plugins.homes import PERIOD_SECONDS, Homes, HomeSeeker, find_homes
+
+GB = 1 << 30
+
+seekers = st.lists(
+    st.builds(
+        HomeSeeker,
+        model=st.text("abcdef", min_size=1, max_size=4),
+        demand=st.floats(1e-3, 20),
+        weight_bytes=st.integers(1, 90 * GB),
+        instances=st.none() | st.frozensets(st.integers(0, 3), min_size=1),
+    ),
+    max_size=12,
+    unique_by=lambda one: one.model,
+)
+
+
+@given(seekers, st.integers(4, 9))
+def test_every_model_has_homes_where_it_can_be_served(
+    given_: list[HomeSeeker], instances: int
+) -> None:
+    capacity = dict.fromkeys(range(instances), 80 * GB)
+
+    homes = find_homes(given_, capacity, {}, 0.2)
+
+    assert homes.keys() == {one.model for one in given_}
+    total = sum([one.demand for one in given_])
+    for one in given_:
+        able = one.able(capacity)
+        share = math.ceil(one.demand / total * instances - 1e-9)
+        assert homes[one.model] <= set(able)
+        assert len(homes[one.model]) == min(len(able), max(1, share))
+
+
+@given(seekers)
+def test_homes_stay_while_demand_does(given_: list[HomeSeeker]) -> None:
+    capacity = dict.fromkeys(range(4), 80 * GB)
+    homes = find_homes(given_, capacity, {}, 0.2)
+
+    assert find_homes(given_, capacity, homes, 0.2) == homes
+
+
+def test_alike_models_are_dealt_out_evenly() -> None:
+    alike = [HomeSeeker(f"m{n}", 0.1, 2 * GB) for n in range(12)]
+
+    homes = find_homes(alike, dict.fromkeys(range(4), 80 * GB), {}, 0.2)
+
+    assert [sum([i in mine for mine in homes.values()]) for i in range(4)] == [3, 3, 3, 3]
+
+
+def test_a_lone_model_is_everywhere() -> None:
+    assert find_homes([HomeSeeker("m", 0.2, GB)], {0: GB, 3: GB}, {}, 0.2) == {"m": {0, 3}}
+
+
+def test_models_that_do_not_fit_have_homes_all_the_same() -> None:
+    large = [HomeSeeker(f"m{n}", 1.0, 100 * GB) for n in range(4)]
+
+    homes = find_homes(large, {0: 80 * GB, 1: 80 * GB}, {}, 0.2)
+
+    assert sorted([min(mine) for mine in homes.values()]) == [0, 0, 1, 1]
+
+
+def test_homes_are_thought_over_now_and_then_and_when_an_instance_goes() -> None:
+    homes = Homes()
+
+    assert homes.are_due(0.0, "two instances")
+    assert not homes.are_due(PERIOD_SECONDS / 2, "two instances")
+    assert homes.are_due(PERIOD_SECONDS / 2, "one instance")
+    assert not homes.are_due(PERIOD_SECONDS, "one instance")
+    assert homes.are_due(1.5 * PERIOD_SECONDS, "one instance")
+
+
+def test_homes_follow_demand_and_instances() -> None:
+    homes, capacity = Homes(), dict.fromkeys(range(4), 80 * GB)
+    alike = [HomeSeeker(name, 1.0, GB) for name in "abcd"]
+    homes.plan(capacity, alike)
+    assert sorted([len(homes.at(i)) for i in range(4)]) == [1, 1, 1, 1]
+
+    homes.plan(capacity, [HomeSeeker("a", 9.0, GB), *alike[1:]])
+    assert len(homes.of["a"]) == 3
+
+    del capacity[3]
+    homes.plan(capacity, alike)
+    assert set.union(*[set(mine) for mine in homes.of.values()]) == {0, 1, 2}
+
+
+def test_models_that_too_few_instances_can_serve_have_none() -> None:
+    """With two, a home would be half of all that there is."""
+    homes, capacity = Homes(), dict.fromkeys(range(3), GB)
+    homes.plan(capacity, [HomeSeeker("a", 1.0, 1, frozenset({1, 2, 3}))])
+    assert homes.of == {}
+    homes.plan(dict.fromkeys(range(2), GB), [HomeSeeker("a", 1.0, 1)])
+    assert homes.of == {}
+    homes.plan(capacity, [HomeSeeker("a", 1.0, 1)])
+    assert homes.of == {"a": {0, 1, 2}}
