@@ -12,14 +12,15 @@ import msgspec
 from appliance.errors import PolicyError
 from appliance.observability.metrics import Metrics
 from appliance.policies.stack import PolicyStack
+from appliance.service.autopilot import AutopilotReport
 from appliance.service.interface import NothingPrevious, PolicyNotActive
+from appliance.service.policy_overview import PolicyReport
 from appliance.service.policy_report import (
     Happening,
     InstalledPolicy,
     PolicyChoice,
     PolicyFault,
     PolicyHappening,
-    PolicyReport,
 )
 
 MAX_PREVIOUS = 8
@@ -85,7 +86,9 @@ class PolicyWatch:
                     fault.policy,
                 )
 
-    def report(self, installed: Sequence[InstalledPolicy]) -> PolicyReport:
+    def report(
+        self, installed: Sequence[InstalledPolicy], autopilot: AutopilotReport
+    ) -> PolicyReport:
         """All that is known, besides what is installed."""
         return PolicyReport(
             installed=tuple(installed),
@@ -94,6 +97,7 @@ class PolicyWatch:
             policies=self.stack.states(),
             previous=tuple(self._previous),
             events=tuple(self._happenings),
+            autopilot=autopilot,
         )
 
     def _follow(self, choice: PolicyChoice, stack: PolicyStack) -> None:
