@@ -360,10 +360,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
         """Prompts of the model that runs next come first, then the most urgent."""
         model = self._next(now, instance, costs).model
-        groups = instance.groups
-        return sorted(
-            range(len(groups)), key=lambda n: (groups[n].model != model, groups[n].deadline)
-        )
+        groups = [(group.model != model, group.deadline) for group in instance.groups]
+        return sorted(range(len(groups)), key=groups.__getitem__)
 
     @hookimpl
     def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
@@ -495,15 +493,21 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 margin_seconds=margin,
             )
         for group in view.groups:
-            work = works.setdefault(group.model, ModelWork(model=group.model))
+            model = group.model
+            work = works.get(model)
+            if work is None:
+                work = works[model] = ModelWork(model)
             margin = self.margin * group.slo.ttft_seconds
             due = group.deadline
-            if behind and due < now - margin:
-                work.overdue = min(work.overdue, due)
-                due = self._renewed((due,), now - margin)
-            work.due = min(work.due, due)
-            work.margin_seconds = min(work.margin_seconds, margin)
-            expected = known.get(group.model) or self._expect(group.model, now, costs)
+            if behind and due < (limit := now - margin):
+                if due < work.overdue:
+                    work.overdue = due
+                due += math.ceil((limit - due) / self.renewal_seconds) * self.renewal_seconds
+            if due < work.due:
+                work.due = due
+            if margin < work.margin_seconds:
+                work.margin_seconds = margin
+            expected = known.get(model) or self._expect(model, now, costs)
             work.prompt_seconds += (
                 group.waiting * expected.prompt_seconds
                 + group.tokens * expected.prompt_seconds_per_token
