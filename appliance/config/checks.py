@@ -53,9 +53,6 @@ from appliance.units import human
 
 PAGE_BYTES: Final = 4096
 
-LEAST_AUTOPILOT_INTERVAL_SECONDS: Final = 1
-MOST_AUTOPILOT_CPU_SECONDS: Final = 300
-
 
 def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     """Report what is wrong; without `check_files`, only what shows in the configuration itself."""
@@ -66,7 +63,6 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_codec(config, report)
     _check_telemetry(config.telemetry, report)
     _check_policies(config.policy, report)
-    _check_autopilot(config, report)
     _check_image_hosts(config.api, report)
     _check_names(config.models, report)
     _check_speculate(config.models, report)
@@ -196,20 +192,6 @@ def _check_policies(table: PolicyTable, report: ProblemReport) -> None:
             shared = problem.key[0] in ("decisions", "parameters")
             key = problem.key[1:] if shared else problem.key
             report.add(("policy", *key), problem.wrong, problem.remedy)
-
-
-def _check_autopilot(config: Config, report: ProblemReport) -> None:
-    table = config.policy
-    if table.autopilot != "off" and not config.journal.path:
-        wrong = "the autopilot replays the end of the journal, and there is none"
-        remedy = 'add [journal] with path = "journal.jsonl", or use "off"'
-        report.add(("policy", "autopilot"), wrong, remedy)
-    if table.autopilot_interval_seconds < LEAST_AUTOPILOT_INTERVAL_SECONDS:
-        report.add(("policy", "autopilot_interval"), "is less than 1 s", 'use "5m", or 1s at least')
-    if table.autopilot_cpu_seconds > MOST_AUTOPILOT_CPU_SECONDS:
-        wrong = "is more than one replay may take of a tenth of a core in an hour"
-        remedy = f"use {MOST_AUTOPILOT_CPU_SECONDS}s at most"
-        report.add(("policy", "autopilot_cpu"), wrong, remedy)
 
 
 def _check_names(models: tuple[Model, ...], report: ProblemReport) -> None:

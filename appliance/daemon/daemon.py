@@ -21,8 +21,6 @@ import msgspec
 import appliance
 from appliance.daemon import health
 from appliance.daemon.adapters.changes import AdapterChanges
-from appliance.daemon.autopilot.control import Seen
-from appliance.daemon.autopilot.runner import AutopilotRunner
 from appliance.daemon.decision_loop import DecisionLoop, Hands
 from appliance.daemon.gauges import Gauges
 from appliance.daemon.guide_checks import GuideChecks, GuideUnanswered
@@ -72,8 +70,7 @@ from appliance.service.interface import (
     SubmitRequest,
     shutting_down,
 )
-from appliance.service.policy_overview import PolicyReport
-from appliance.service.policy_report import PolicyChoice
+from appliance.service.policy_report import PolicyChoice, PolicyReport
 from appliance.vocabulary import (
     Command,
     DropSpilledKv,
@@ -237,8 +234,6 @@ class Daemon:
         self._timeline = Timeline(
             list(machine.instances), lambda: time.time() - clock(), self._decisions.explain
         )
-        policy = self._decisions.policies.choice
-        self.autopilot = AutopilotRunner(policy, self._decisions, self._seen, feed, clock)
         self._decisions.observers = (self._requests.phases, self._timeline, self._counters)
         self.adapters = AdapterChanges(
             self.catalogue, machine, self.workers, self._links.send, handle
@@ -289,7 +284,6 @@ class Daemon:
             self._kv_disk.start(_on_this_loop(self._on_report))
         for worker in self.workers.values():
             worker.start()
-        self.autopilot.start()
 
     def _lock_host(self) -> None:
         if self.host.lock():
@@ -307,7 +301,6 @@ class Daemon:
 
     async def stop(self) -> None:
         """End the workers and give all memory back."""
-        await self.autopilot.stop()
         await self.adapters.stop()
         self._decisions.silence()
         if self._gpus is not None:
@@ -401,22 +394,16 @@ class Daemon:
     # --- policies --------------------------------------------------------------------------------
 
     async def policies(self) -> PolicyReport:
-        found = await asyncio.to_thread(installed)
-        return self._decisions.policies.report(found, self.autopilot.report())
+        return self._decisions.policies.report(await asyncio.to_thread(installed))
 
     async def set_policy(self, choice: PolicyChoice) -> None:
         await self._decisions.set_policy(choice)
-        self.autopilot.operator_chose()
 
     async def rollback_policy(self) -> None:
         await self._decisions.rollback_policy()
-        self.autopilot.operator_chose()
 
     def enable_policy(self, policy: str) -> None:
         self._decisions.enable_policy(policy)
-
-    def _seen(self) -> Seen:
-        return self._decisions.seen(self._requests.kept())
 
     # --- what can be seen ------------------------------------------------------------------------
 

@@ -12,15 +12,14 @@ import msgspec
 from appliance.errors import PolicyError
 from appliance.observability.metrics import Metrics
 from appliance.policies.stack import PolicyStack
-from appliance.service.autopilot import AutopilotReport
 from appliance.service.interface import NothingPrevious, PolicyNotActive
-from appliance.service.policy_overview import PolicyReport
 from appliance.service.policy_report import (
     Happening,
     InstalledPolicy,
     PolicyChoice,
     PolicyFault,
     PolicyHappening,
+    PolicyReport,
 )
 
 MAX_PREVIOUS = 8
@@ -86,9 +85,7 @@ class PolicyWatch:
                     fault.policy,
                 )
 
-    def report(
-        self, installed: Sequence[InstalledPolicy], autopilot: AutopilotReport
-    ) -> PolicyReport:
+    def report(self, installed: Sequence[InstalledPolicy]) -> PolicyReport:
         """All that is known, besides what is installed."""
         return PolicyReport(
             installed=tuple(installed),
@@ -97,7 +94,6 @@ class PolicyWatch:
             policies=self.stack.states(),
             previous=tuple(self._previous),
             events=tuple(self._happenings),
-            autopilot=autopilot,
         )
 
     def _follow(self, choice: PolicyChoice, stack: PolicyStack) -> None:

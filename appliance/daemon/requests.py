@@ -7,14 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from appliance.daemon.autopilot.promise_count import PromiseCount
 from appliance.daemon.models import ModelAdministration
 from appliance.observability.metrics import Metrics
 from appliance.observability.request_log import log_request
 from appliance.observability.request_phases import RequestPhases
 from appliance.observability.slo_window import SloWindow
 from appliance.scheduling.machine import Machine
-from appliance.service.autopilot import Promises
 from appliance.service.event_log import EventLog, NoticeKind
 from appliance.service.generation import RequestStream
 from appliance.service.interface import (
@@ -58,9 +56,6 @@ REJECTION_STATUS = {
     "model_removed": 404,
 }
 
-REFUSED = ("overloaded", "no_instance")
-"""Codes of requests that the policies turned away, or had no place for."""
-
 
 class RequestStreams:
     """The streams of live requests, by request. Used on the daemon's event loop. A token costs
@@ -78,7 +73,6 @@ class RequestStreams:
         """`handle` gives the machine an event."""
         self.streams: dict[RequestId, RequestStream] = {}
         self.windows: defaultdict[ModelName, SloWindow] = defaultdict(SloWindow)
-        self.promises = PromiseCount()
         self.phases = RequestPhases()
         self._models = models
         self._machine = machine
@@ -98,10 +92,8 @@ class RequestStreams:
         if (reason := self._models.refused.get(request.model)) is not None:
             raise GenerationFailed("model_failed", reason, 500)
         if len(self.streams) >= max_live:
-            self.promises.ended(missed=True)
             raise QueueFull(RETRY_AFTER_SECONDS)
         if self._models.live(request.model) >= served.max_queue:
-            self.promises.ended(missed=True)
             raise ModelQueueFull(RETRY_AFTER_SECONDS, request.model)
         slo = request.slo.over(served.spec.slo_for(request.request_class))
         stream = RequestStream(request, self._clock(), sink, self._cancel, self._on_reader, slo)
@@ -155,17 +147,6 @@ class RequestStreams:
         for stream in self.streams.values():
             self._end(stream, failure.code, failure)
 
-    def kept(self) -> Promises:
-        """What clients got until now, with live requests that miss a target already. O(live)."""
-        now = self._clock()
-        missed = sum(s.late > 0 or self._overdue(s, now) for s in self.streams.values())
-        return self.promises.with_live(missed)
-
-    @staticmethod
-    def _overdue(stream: RequestStream, now: float) -> bool:
-        """Whether its next token is late already, and not for a client that does not read."""
-        return not stream.paused and now > stream.due()
-
     def forget_model(self, name: ModelName) -> None:
         """The model is gone."""
         self.windows.pop(name, None)
@@ -206,8 +187,6 @@ class RequestStreams:
         """The machine says that the request is over."""
         stream = self._forget(command.request)
         was_cancelled = command.reason is FinishReason.CANCELLED
-        overdue = was_cancelled and self._overdue(stream, self._clock())
-        self.promises.ended(missed=overdue or stream.late > 0)
         reason = stream.cancel_reason if was_cancelled else command.reason
         self._feed.tell(
             NoticeKind.REQUEST_ENDED,
@@ -222,8 +201,6 @@ class RequestStreams:
     def reject(self, command: Reject) -> None:
         """The machine says that the request cannot be served."""
         stream = self._forget(command.request)
-        if command.code in REFUSED:
-            self.promises.ended(missed=True)
         self._feed.tell(
             NoticeKind.REQUEST_REJECTED,
             id=stream.id,
@@ -266,7 +243,6 @@ class RequestStreams:
     ) -> None:
         window = self.windows[model]
         window.tokens(now, tokens, late)
-        self.promises.tokens(tokens, late)
         for gap, count in gaps.items():
             window.next_token(now, gap, count)
             self._metrics.tokens(model, count, gap)

@@ -120,3 +120,17 @@ class PolicyHappening(Word, frozen=True):
     hook: str = ""
     reason: str = ""
     count: int = 1
+
+
+class PolicyReport(Word, frozen=True):
+    """The body of ``GET /api/policies``."""
+
+    installed: tuple[InstalledPolicy, ...]
+    active: PolicyChoice
+    decisions: Mapping[str, tuple[str, ...]]
+    """Who is asked, in order, by decision. Only those that make it are named."""
+    policies: tuple[PolicyState, ...]
+    previous: tuple[PolicyChoice, ...]
+    """What was active before, the newest last."""
+    events: tuple[PolicyHappening, ...]
+    """The newest last."""

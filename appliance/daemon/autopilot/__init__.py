@@ -1,1 +1,0 @@
-"""The autopilot: replays the end of the journal, proposes other policies, or applies them."""
