@@ -28,7 +28,8 @@ FIGURES: Final = (
     Figure("copies to the device", ("ceilings", "h2d_bytes_per_second"), "{:.1f} GB/s", 1e-9),
     Figure("copies to the host", ("ceilings", "d2h_bytes_per_second"), "{:.1f} GB/s", 1e-9),
     Figure(
-        "the largest model's switch, mapped while it is copied, over its copy at that rate",
+        "a switch of the last model (random bytes), mapped while it is copied and without "
+        "unmapping, over its copy at that rate",
         ("switches", -1, "pipelined_over_bound"),
         "{:.2f}",
     ),
@@ -44,7 +45,7 @@ FIGURES: Final = (
     ),
     Figure("engines in turns: tokens equal to stock vLLM's", ("tokens_identical",), "{}"),
     Figure(
-        "engines in turns: a switch over its copy, median",
+        "engines in turns: a switch over its copy, median, without unmapping and mapping",
         ("switch_over_copy_bound", "p50"),
         "{:.2f}",
     ),

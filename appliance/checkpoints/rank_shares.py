@@ -10,27 +10,37 @@ VOCABULARY_MULTIPLE: Final = 64
 """vLLM pads the rows of embeddings to it before it divides them."""
 DIVIDED: Final = (
     "intermediate_size",
+    "intermediate_size_mlp",
+    "shared_intermediate_size",
+    "ffn_dim",
+    "n_inner",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "mamba_num_heads",
     "mamba_n_heads",
+    "n_mamba_heads",
     "linear_num_key_heads",
     "linear_num_value_heads",
 )
-"""Keys of ``config.json``."""
+"""Keys of ``config.json``: a number, or one for each layer."""
+GROUPS: Final = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+"""Keys of the groups of Mamba-2, of which a single one is on every rank."""
 
 
 def why_undivided(config: ModelConfig, ranks: int) -> str:
     """Which of the model's sizes so many ranks cannot divide, if there is one; empty if not.
 
-    Attention heads are not among them (`appliance.config.checks`).
+    Attention heads are not among them (`appliance.config.checks`). A size that no layer of the
+    model has counts, too: that matters where ranks are no power of two.
     """
-    sizes = {key: config.get(key) for key in DIVIDED}
+    sizes = {key: config.get(key) for key in (*DIVIDED, *GROUPS)}
     if isinstance(rows := config.get("vocab_size"), int):
         padded = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         sizes = {f"its vocabulary, padded to {padded} rows,": padded} | sizes
-    for what, size in sizes.items():
-        if isinstance(size, int) and size % ranks:
-            said = what if what.endswith(",") else f"{what} ({size})"
-            return f"{said} cannot be divided among {ranks} ranks"
+    for what, found in sizes.items():
+        for size in found if isinstance(found, list) else [found]:
+            whole = what in GROUPS and size == 1
+            if isinstance(size, int) and size % ranks and not whole:
+                said = what if what.endswith(",") else f"{what} ({size})"
+                return f"{said} cannot be divided among {ranks} ranks"
     return ""

@@ -18,6 +18,7 @@ from mistral_common.protocol.instruct.chunk import AudioChunk, AudioURLChunk
 from mistral_common.tokens.tokenizers import image
 from mistral_common.tokens.tokenizers.audio import Audio
 from transformers import tokenization_mistral_common
+from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers.mistral import MistralTokenizer
 from vllm.v1.engine import EngineCoreRequest
 
@@ -206,6 +207,34 @@ async def test_mistral_common_opens_and_fetches_nothing(
     assert read == []
     if model != "hearer":
         assert not core.said(Submit)
+
+
+async def test_the_tokenizer_itself_takes_no_other_parts(checkpoint: Path) -> None:
+    """However vLLM comes to it: pooling models make prompts without the renderer's thread."""
+
+    class Renderer:
+        _apply_chat_template_async = None
+        tokenizer = MistralTokenizer.from_pretrained(str(checkpoint))
+
+    renderer: Any = Renderer()
+    guard_chats(renderer, sounds=False)
+    for part in READ:
+        for one in (part, part | REFERENCE):
+            with pytest.raises(VLLMValidationError, match="send text"):
+                renderer.tokenizer.apply_chat_template([{"role": "user", "content": [one]}])
+    said = [{"role": "user", "content": [TEXT]}]
+    plain = renderer.tokenizer.apply_chat_template(said)
+    long = {"padding": "max_length", "max_length": 100_000, "tokenize": False}
+    assert renderer.tokenizer.apply_chat_template(said, **long) == plain
+
+
+async def test_no_prompt_is_padded(core: StandInCore, http: httpx.AsyncClient) -> None:
+    long = {"chat_template_kwargs": {"padding": "max_length", "max_length": 1_000_000}}
+    for path in ("/tokenize", CHAT):
+        answer = await http.post(path, json=chat(TEXT, model="writer") | long)
+        if answer.status_code == 200:
+            assert len(answer.text) < 10_000
+    assert all(len(submit.prompt) < 100 for submit in core.said(Submit))
 
 
 async def test_what_mistral_common_gets_of_text(core: StandInCore, http: httpx.AsyncClient) -> None:

@@ -26,6 +26,8 @@ from appliance.frontend.calls import current
 from appliance.frontend.sound.chats import ChatSound, sound_of
 
 _MOST: Final = SECONDS * RATE
+_OURS: Final = frozenset({"padding", "truncation", "max_length", "tokenize"})
+"""Of a body's `chat_template_kwargs`: they could have a prompt padded to any length."""
 _SILENT: Final = frozenset({"assistant", "tool"})
 """Roles in whose messages mistral_common takes no sounds."""
 
@@ -46,14 +48,23 @@ def guard_chats(renderer: BaseRenderer, *, sounds: bool) -> None:
         instruct.audio_encoder = _Counter(known.audio_config, known.special_ids)
     else:
         instruct.audio_encoder = None
-    apply = renderer._apply_chat_template_async
+    apply, apply_in_thread = tokenizer.apply_chat_template, renderer._apply_chat_template_async
 
-    async def guarded(tokenizer: Any, messages: Sequence[Any], **kwargs: Any) -> Any:
+    def guarded(messages: Sequence[Any], tools: Any = None, **kwargs: Any) -> Any:
+        kept = {key: value for key, value in kwargs.items() if key not in _OURS}
+        return apply(_all_known(messages), tools, **kept)
+
+    async def measured(tokenizer: Any, messages: Sequence[Any], **kwargs: Any) -> Any:
+        # The call is known here, and not in the thread.
         lengths = current.get().samples if sounds else None
-        known = [_known(message, f"messages[{i}]", lengths) for i, message in enumerate(messages)]
-        return await apply(tokenizer, known, **kwargs)
+        return await apply_in_thread(tokenizer, _all_known(messages, lengths), **kwargs)
 
-    renderer._apply_chat_template_async = guarded
+    tokenizer.apply_chat_template = guarded
+    renderer._apply_chat_template_async = measured
+
+
+class _Length(dict[str, Any]):
+    """The part of a sound with the number of its samples; no client can send one."""
 
 
 class _Counter(AudioEncoder):
@@ -70,6 +81,10 @@ class _Counter(AudioEncoder):
         return AudioEncoding(self._encode_audio_tokens(padded), audio)
 
 
+def _all_known(messages: Sequence[Any], lengths: Mapping[int, int] | None = None) -> list[Any]:
+    return [_known(message, f"messages[{i}]", lengths) for i, message in enumerate(messages)]
+
+
 def _known(message: Any, name: str, lengths: Mapping[int, int] | None) -> Any:
     """A message with its parts made anew. Without `lengths`, the model reads no sounds."""
     content = message.get("content") if isinstance(message, dict) else None
@@ -84,6 +99,9 @@ def _parts(
     """Raises `VLLMValidationError` for a part that is none of those that are known, and for a
     sound that was not decoded."""
     for number, part in enumerate(content):
+        if isinstance(part, _Length):
+            yield part
+            continue
         at = f"{name}.content[{number}]"
         fields: Mapping[str, Any] = part if isinstance(part, dict) else {}
         sound = sound_of(at, fields)
@@ -109,11 +127,12 @@ def _written(part: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _length(sound: ChatSound, lengths: Mapping[int, int]) -> dict[str, Any]:
+def _length(sound: ChatSound, lengths: Mapping[int, int]) -> _Length:
     samples = lengths.get(sound.key())
     if samples is None:
         raise VLLMValidationError(
             f"{sound.name}: send a sound in a part of its own, without other fields",
             parameter=sound.name,
         )
-    return {"type": "input_audio", "input_audio": {"data": str(samples), "format": "wav"}}
+    said = {"data": str(samples), "format": "wav"}
+    return _Length(type="input_audio", input_audio=said)

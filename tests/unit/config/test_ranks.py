@@ -100,10 +100,13 @@ def test_heads_are_divided(
         ({"intermediate_size": 130}, 4, "intermediate_size (130) cannot be divided among 4 ranks"),
         ({"intermediate_size": 130}, 2, ""),
         ({"moe_intermediate_size": 6}, 4, "moe_intermediate_size (6) cannot be divided"),
+        ({"intermediate_size": [128, 130]}, 4, "intermediate_size (130) cannot be divided"),
+        ({"mamba_ngroups": 2}, 4, "mamba_ngroups (2) cannot be divided among 4 ranks"),
+        ({"mamba_ngroups": 1}, 4, ""),
     ],
 )
 def test_sizes_are_divided(
-    tmp_path: Path, fake_checkpoint: Make, changed: dict[str, int], ranks: int, wrong: str
+    tmp_path: Path, fake_checkpoint: Make, changed: dict[str, object], ranks: int, wrong: str
 ) -> None:
     """vLLM divides them without a rest, or builds nothing."""
     folder = fake_checkpoint()

@@ -1301,7 +1301,7 @@ def test_the_pool_s_kv_is_reported_by_shape() -> None:
 def test_adapters_are_put_between_jobs() -> None:
     """Into engines that are built; a later one is built with what came before."""
     bench = Bench("a", "b")
-    legal, gone = AdapterPlace("legal", "/legal", 1), AdapterPlace("gone", GONE)
+    legal, gone = AdapterPlace("legal", "/legal", 1), AdapterPlace("gone", GONE, 0)
 
     reports = bench.carry_out(
         build("a"),
