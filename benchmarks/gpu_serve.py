@@ -94,14 +94,11 @@ def prepare(directory: Path, options: argparse.Namespace) -> tuple[Config, Path]
         kind="cuda",
         instances=1,
         memory=f"{options.pool_mib + options.runtime_mib}MiB",
+        runtime=f"{options.runtime_mib}MiB",
         slab="2MiB",
         host_cache="16GiB" if not options.smoke else "1GiB",
         dtype="bfloat16",
     )
-    text = file.read_text().replace(
-        "[devices]\n", f'[devices]\nruntime = "{options.runtime_mib}MiB"\n'
-    )
-    file.write_text(text)
     if options.json:  # what is known of a daemon that this process does not outlive
         (directory / "daemon.log").symlink_to(options.json.with_suffix(".daemon.log").absolute())
     return load_config(file), file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from appliance.checkpoints.model_config import ModelConfig
@@ -33,14 +34,19 @@ def why_undivided(config: ModelConfig, ranks: int) -> str:
     Attention heads are not among them (`appliance.config.checks`). A size that no layer of the
     model has counts, too: that matters where ranks are no power of two.
     """
-    sizes = {key: config.get(key) for key in (*DIVIDED, *GROUPS)}
+    for what, size in _sizes(config):
+        if size % ranks:
+            return f"{what} cannot be divided among {ranks} ranks"
+    return ""
+
+
+def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """All that are divided, with what a message calls them."""
     if isinstance(rows := config.get("vocab_size"), int):
         padded = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        sizes = {f"its vocabulary, padded to {padded} rows,": padded} | sizes
-    for what, found in sizes.items():
+        yield f"its vocabulary, padded to {padded} rows,", padded
+    for key in (*DIVIDED, *GROUPS):
+        found = config.get(key)
         for size in found if isinstance(found, list) else [found]:
-            whole = what in GROUPS and size == 1
-            if isinstance(size, int) and size % ranks and not whole:
-                said = what if what.endswith(",") else f"{what} ({size})"
-                return f"{said} cannot be divided among {ranks} ranks"
-    return ""
+            if isinstance(size, int) and not (key in GROUPS and size == 1):
+                yield f"{key} ({size})", size

@@ -84,14 +84,15 @@ def write_config(
     kind: str = "cpu",
     instances: int = 2,
     memory: str = "48MiB",
+    runtime: str = "",
     slab: str = "512KiB",
     host_cache: str = "512MiB",
     policy: str = "appliance",
     max_context: int = 1024,
     dtype: str = "auto",
 ) -> Path:
-    """Write ``appliance.toml`` for the checkpoints made in `directory`; returns its path. `dtype`
-    "auto" is what a model's recipe says.
+    """Write ``appliance.toml`` for the checkpoints made in `directory`; returns its path. `runtime`
+    is for GPUs; `dtype` "auto" is what a model's recipe says.
 
     The default pool holds the weights of about a third of six models, and their KV cache.
     """
@@ -100,7 +101,8 @@ def write_config(
         f'[api]\nbind = {json.dumps(bind)}\nadmin_socket = ""\n',
         f"[devices]\nkind = {json.dumps(kind)}\ninstances = {instances}\n"
         f"memory = {json.dumps(memory)}\nslab = {json.dumps(slab)}\n"
-        f"host_cache = {json.dumps(host_cache)}\n",
+        f"host_cache = {json.dumps(host_cache)}\n"
+        + (f"runtime = {json.dumps(runtime)}\n" if runtime else ""),
         f"[policy]\nuse = [{json.dumps(policy)}]\n",
     ]
     sections += [

@@ -64,11 +64,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         kind="cuda",
         instances=1,
         memory="1536MiB",
+        runtime="1408MiB",
         slab="2MiB",
         host_cache="512MiB",
         dtype="bfloat16",
     )
-    text = file.read_text().replace("[devices]\n", '[devices]\nruntime = "1408MiB"\n')
+    text = file.read_text()
     path = str(folder / OTHER)
     text += f'\n[[model]]\nname = "{VECTORS}"\npath = {path!r}\nmax_context = 512\n'
     text += 'dtype = "bfloat16"\ntask = "embed"\n'

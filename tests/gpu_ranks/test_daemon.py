@@ -95,12 +95,12 @@ def configured(folder: Path) -> Path:
         kind="cuda",
         instances=1,
         memory=f"{RUNTIME_MIB + POOL_MIB}MiB",
+        runtime=f"{RUNTIME_MIB}MiB",
         slab="2MiB",
         host_cache="512MiB",
         dtype="bfloat16",
     )
-    text = path.read_text().replace("[devices]\n", f'[devices]\nruntime = "{RUNTIME_MIB}MiB"\n')
-    text = text.replace("instances = 1\n", "")
+    text = path.read_text().replace("instances = 1\n", "")
     for group in GROUPS:
         text += f'\n[[devices.group]]\nname = "{group}"\ntensor_parallel = {RANKS}\n'
     for group in GROUPS:
