@@ -67,15 +67,17 @@ SLOTS = 7
 
 
 class UnreliableVmm(HostVmm):
-    """Real memory; refuses to map once `patience`, if set, is used up."""
+    """Real memory; refuses to map anything at the address `refused`.
 
-    patience: int | None = None
+    It does not count calls: how many there are for some slots depends on which slabs are free, and
+    so on how far the thread that unmaps what was vacated has come.
+    """
+
+    refused: int | None = None
 
     def map(self, address: int, slab: int, count: int = 1) -> None:
-        if self.patience is not None:
-            if not self.patience:
-                raise OSError(errno.ENOMEM, "ENOMEM")
-            self.patience -= 1
+        if self.refused is not None and 0 <= self.refused - address < count * PAGE:
+            raise OSError(errno.ENOMEM, "ENOMEM")
         super().map(address, slab, count)
 
 
@@ -104,17 +106,18 @@ class SlabPool(Counted):
     @rule(
         number=st.integers(0, 3),
         slots=st.integers(0, 2**SLOTS),  # a set of slots; 2**SLOTS itself is one that is none
-        patience=st.sampled_from([None, None, 0, 1, 2, 3]),
+        refused=st.sampled_from([None, None, 0, 1, 2, 3]),  # which of the slots, if it has so many
     )
-    def map(self, number: int, slots: int, patience: int | None) -> None:
+    def map(self, number: int, slots: int, refused: int | None) -> None:
         region, content = self.pick(number)
         wanted = [slot for slot in range(SLOTS + 1) if slots >> slot & 1]
         legal = max(wanted, default=0) < SLOTS and not content.keys() & set(wanted)
-        self.vmm.patience = patience
+        if refused is not None and refused < len(wanted):
+            self.vmm.refused = region.slot_address(wanted[refused])
         try:
             region.map(wanted)
         except OSError:
-            assert patience is not None
+            assert self.vmm.refused is not None
             assert legal
         except ValueError:
             assert not legal
@@ -123,9 +126,10 @@ class SlabPool(Counted):
             assert len(wanted) > SLABS - self.held
         else:
             assert legal
+            assert self.vmm.refused is None
             content.update(dict.fromkeys(wanted, POISON))
             self.most = max(self.most, self.held)
-        self.vmm.patience = None
+        self.vmm.refused = None
 
     @precondition(lambda self: any(self.content))
     @rule(number=st.integers(0, 99), value=st.integers(0, 254))
