@@ -45,6 +45,10 @@ def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:
     if isinstance(rows := config.get("vocab_size"), int):
         padded = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         yield f"its vocabulary, padded to {padded} rows,", padded
+    if isinstance(rows := config.get("type_vocab_size"), int) and rows:
+        # BERT's kinds of tokens are such an embedding, too, and its positions are another.
+        padded = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        yield f"its kinds of tokens, padded to {padded} rows,", padded
     for key in (*DIVIDED, *GROUPS):
         found = config.get(key)
         for size in found if isinstance(found, list) else [found]:

@@ -26,8 +26,11 @@ _PR_SET_NO_NEW_PRIVS: Final = 38
 _PR_SET_NAME: Final = 15
 _F_SETSIG: Final = 10
 _SECRET: Final = re.compile(
-    r"(^|_)(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.I
+    r"(^|_)(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|CREDENTIALS?)(_|$)"
+    r"|PASSWORD|PASSWD|PASSPHRASE|_PWD$",
+    re.I,
 )
+_URL_WITH_PASSWORD: Final = re.compile(r"://[^/?#\s]*:[^/?#\s]*@")
 _OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 
 
@@ -42,9 +45,13 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that a child is given: those whose names say that they are secrets (`HF_TOKEN`,
-    `AWS_SECRET_ACCESS_KEY`, …) are the daemon's alone. What a child reads comes from clients, and
-    vLLM is more code than ours."""
-    return {name: value for name, value in environment.items() if not _SECRET.search(name)}
+    `AWS_SECRET_ACCESS_KEY`, …), and URLs with a password (of a proxy, a database), are the
+    daemon's alone. What a child reads comes from clients, and vLLM is more code than ours."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not _SECRET.search(name) and not _URL_WITH_PASSWORD.search(value)
+    }
 
 
 def forbid_new_privileges() -> None:

@@ -103,6 +103,8 @@ def test_heads_are_divided(
         ({"intermediate_size": [128, 130]}, 4, "intermediate_size (130) cannot be divided"),
         ({"mamba_ngroups": 2}, 4, "mamba_ngroups (2) cannot be divided among 4 ranks"),
         ({"mamba_ngroups": 1}, 4, ""),
+        ({"vocab_size": 384, "type_vocab_size": 2}, 3, "its kinds of tokens, padded to 64 rows,"),
+        ({"vocab_size": 384, "type_vocab_size": 2}, 4, ""),
     ],
 )
 def test_sizes_are_divided(

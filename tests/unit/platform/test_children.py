@@ -94,12 +94,28 @@ def test_secrets_are_the_daemons_alone() -> None:
             "DB_PASSWORD",
         ),
         *("GOOGLE_APPLICATION_CREDENTIALS", "token", "SSH_PRIVATE_KEY", "HUGGING_FACE_HUB_TOKEN"),
+        *("PGPASSWORD", "MYSQL_PWD", "GPG_PASSPHRASE", "SMTP_PASSWD_FILE"),
     }
     needed = {
         *("PATH", "HOME", "LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "TOKENIZERS_PARALLELISM"),
         *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "KEYBOARD", "PYTHONPATH", "XDG_CACHE_HOME"),
+        *("PWD", "OLDPWD"),
     }
     assert without_secrets(dict.fromkeys(secrets | needed, "x")).keys() == needed
+
+
+def test_urls_with_passwords_are_the_daemons_alone() -> None:
+    """Whatever the variable is called."""
+    secrets = {
+        "https_proxy": "http://user:secret@proxy:3128",
+        "DATABASE_URL": "postgres://user:p%40ss@db/x",
+    }
+    needed = {
+        "http_proxy": "http://proxy:3128",
+        "no_proxy": "localhost,::1",
+        "TIMES": "http://docs/10:30@noon",
+    }
+    assert without_secrets(secrets | needed) == needed
 
 
 def test_no_privileges_are_gained() -> None:
