@@ -253,6 +253,7 @@ class Daemon:
             self._gpus,
             plan.devices,
             [(plan.groups[n] if plan.groups else "", plan.ranks_of(n)) for n in self.workers],
+            clock,
         )
         self._model_activities = ModelActivities(
             machine,

@@ -47,6 +47,7 @@ class Gauges:
         """Of each model, as far as the metrics have them."""
         self._recomputed: Counter[ModelName] = Counter()
         self._restarts: Counter[InstanceId] = Counter()
+        self._parked_seconds: dict[InstanceId, float] = {}
 
     def forget_model(self, model: ModelName) -> None:
         """The model is gone; one that gets its name begins at 0."""
@@ -68,6 +69,9 @@ class Gauges:
         for shown in activities:
             self._metrics.pool(shown.instance, shown.pool_bytes, shown.pool_high_water_bytes)
             self._metrics.quarantined(shown.instance, shown.quarantine is not None)
+            before = self._parked_seconds.get(shown.instance, 0.0)
+            self._metrics.parked(shown.instance, shown.parked_seconds - before)
+            self._parked_seconds[shown.instance] = shown.parked_seconds
             pools.update(shown.pool_bytes)
         self._metrics.instances(shown.state for shown in activities)
         for number, worker in self._workers.items():

@@ -16,6 +16,7 @@ from appliance.observability.timeline import Timeline
 from appliance.observability.work_counters import WorkCounters
 from appliance.platform.gpu_monitor import GpuReading, GpuWatch
 from appliance.platform.gpus import read_gpu_numbers
+from appliance.scheduling.cluster import parked_seconds
 from appliance.scheduling.lifecycle import EngineStage, Stage
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import InstanceState
@@ -31,7 +32,7 @@ from appliance.service.interface import (
     RequestActivity,
     RequestNotFound,
 )
-from appliance.vocabulary import InstanceId, ModelName, RequestId
+from appliance.vocabulary import InstanceClass, InstanceId, ModelName, RequestId
 from appliance.worker.fragmentation import KvMeter, by_shape, fragmentation, together
 from appliance.worker.frames import PoolReport
 from appliance.worker.process import WorkerProcess
@@ -53,9 +54,11 @@ class InstanceActivities:
         gpus: GpuWatch | None,
         devices: Sequence[str],
         groups: Sequence[tuple[str, int]],
+        clock: Callable[[], float],
     ) -> None:
         """`devices[i]` is what instance i computes on, if there are `gpus`; `groups[i]` is its
-        group, and its ranks."""
+        group, and its ranks. The `clock` is that of the machine's events."""
+        self._clock = clock
         self._groups = groups
         self._machine = machine
         self._workers = workers
@@ -89,6 +92,8 @@ class InstanceActivities:
             runtime_bytes=self._runtime_slabs * size,
             prefetched=self._counters.prefetched(instance.id),
             busy_seconds=work.busy_seconds,
+            parked=instance.instance_class is InstanceClass.PARKED,
+            parked_seconds=parked_seconds(instance, self._clock()),
             switches=work.switches,
             moved_bytes=dict(work.moved_bytes),
             group=self._groups[instance.id][0],

@@ -190,6 +190,10 @@ class Metrics:
     def quarantined(self, instance: InstanceId, holds: bool) -> None:
         self._quarantined.labels(instance).set(holds)
 
+    def parked(self, instance: InstanceId, seconds: float) -> None:
+        """It rested for so much longer."""
+        self._parked.labels(instance).inc(seconds)
+
     def kv(self, tier: str, uses: Mapping[tuple[str, str], int]) -> None:
         """Bytes by shape and use; one that is not named has none there."""
         for gone in self._kv_uses.get(tier, set()) - uses.keys():
@@ -302,6 +306,11 @@ class Metrics:
         )
         self._worker_restarts = counter(
             "appliance_worker_restarts", "Worker processes restarted.", "instance"
+        )
+        self._parked = counter(
+            "appliance_instance_parked_seconds",
+            "Time in which the policy had it take no requests, and it had nothing to do.",
+            "instance",
         )
         self._policy_errors = counter(
             "appliance_policy_errors", "Policy answers that could not be used.", "policy"

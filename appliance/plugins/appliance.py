@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
+from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.homes import Homes, HomeSeeker
 from appliance.scheduling.policy_api import (
@@ -29,6 +30,7 @@ from appliance.scheduling.policy_api import (
     BatchView,
     ClusterView,
     Costs,
+    Fleet,
     GroupView,
     InstanceView,
     ModelView,
@@ -152,12 +154,20 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
     of each model, from its own answers, made it worse: they vary more than the truth.)"""
 
+    park: bool = False
+    """Instances rest that are not needed for what is asked (`appliance.plugins.parking`)."""
+    park_load: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of their time that the open instances are to be busy."""
+    park_seconds: Seconds = 30.0
+    """An instance rests when it has not been needed for so long."""
+
     def __post_init__(self) -> None:
         self._outlooks: dict[InstanceId, Outlook] = {}
         self._loads: dict[InstanceId, InstanceWork] = {}
         self._chosen: InstanceId | None = None
         self._expected: dict[ModelName, Expected] = {}
         self._homes = Homes()
+        self._parking = parking.Parking(self.park_load, self.park_seconds)
         self._placements: list[Placement] = []
         self._behind: set[InstanceId] = set()
 
@@ -221,6 +231,23 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         step = costs.step_seconds(model.name, max(1, round(running)))
         prompts = rate * costs.prefill_seconds(model.name, round(prompt))
         return prompts + (1 - math.exp(-running)) * step / tbt
+
+    @hookimpl
+    def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet | None:
+        """As few instances as will do, if it is to park any. Those with homes need all."""
+        if not self.park:
+            return None
+        demands = {model.name: self._arriving(model, costs) for model in cluster.models}
+        asked = parking.read(now, cluster, costs, demands)
+        needed = self._parking.open_instances(now, asked, len(cluster.instances))
+        if len(self._homes.of) > 1 or not parking.may_park(cluster):
+            needed = len(cluster.instances)
+        return parking.fleet(cluster, needed)
+
+    def _arriving(self, model: ModelView, costs: Costs) -> float:
+        """The demand of a model by its interactive requests; 0 while hardly any come."""
+        asked = parking.interactive(model)
+        return self._demand(asked, costs) if asked.arrivals_per_second > LEAST_RATE else 0.0
 
     @hookimpl
     def prefill(

@@ -92,6 +92,13 @@ class Cluster:
                 changed = True
         return changed
 
+    def count_parked(self, now: float) -> None:
+        """Count how long instances have rested: up to now those that rested at the last count. To
+        be asked when classes were dealt. O(instances)."""
+        for instance in self.instances.values():
+            instance.parked_seconds = parked_seconds(instance, now)
+            instance.parked_since = now if instance.rests else None
+
     # --- views -----------------------------------------------------------------------------------
 
     def view(self, instance: InstanceState) -> InstanceView:
@@ -226,6 +233,8 @@ class Cluster:
             parts=1,
             arrivals_per_second=demand.arrivals_per_second * left,
             tokens_per_second=demand.tokens_per_second * left,
+            batch_arrivals_per_second=demand.batch_arrivals_per_second * left,
+            batch_tokens_per_second=demand.batch_tokens_per_second * left,
             output_tokens=demand.output_tokens,
             requests=demand.requests,
             last_arrival=demand.updated,
@@ -243,6 +252,13 @@ class Cluster:
             if engine is not None and engine.kv is not None:
                 return engine.kv
         return None
+
+
+def parked_seconds(instance: InstanceState, now: float) -> float:
+    """How long the instance has rested: it was parked and had nothing to do at the last count
+    (`Cluster.count_parked`), which is a second ago at most while there are requests."""
+    since = instance.parked_since
+    return instance.parked_seconds + (0.0 if since is None else now - since)
 
 
 def strictest(slos: Sequence[Slo]) -> Slo:

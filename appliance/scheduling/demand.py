@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from appliance.vocabulary import ModelName, RequestSpec
+from appliance.vocabulary import ModelName, RequestClass, RequestSpec
 
 WINDOW_SECONDS = 30.0
 """Prism smooths over as much."""
@@ -24,6 +24,9 @@ class Demand:
 
     arrivals_per_second: float = 0.0
     tokens_per_second: float = 0.0
+    batch_arrivals_per_second: float = 0.0
+    """Of these arrivals, those of batch requests; so with their tokens."""
+    batch_tokens_per_second: float = 0.0
     output_tokens: float = 0.0
     updated: float = -math.inf
     requests: int = 0
@@ -57,6 +60,11 @@ class Demands:
         tokens = request.prompt_tokens + min(request.max_tokens, expected)
         demand.arrivals_per_second = demand.arrivals_per_second * kept + 1 / WINDOW_SECONDS
         demand.tokens_per_second = demand.tokens_per_second * kept + tokens / WINDOW_SECONDS
+        demand.batch_arrivals_per_second *= kept
+        demand.batch_tokens_per_second *= kept
+        if request.request_class is RequestClass.BATCH:
+            demand.batch_arrivals_per_second += 1 / WINDOW_SECONDS
+            demand.batch_tokens_per_second += tokens / WINDOW_SECONDS
         demand.updated = now
         demand.requests += 1
 

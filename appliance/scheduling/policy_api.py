@@ -202,6 +202,9 @@ class ModelView(Word, frozen=True):
     requests: int
     last_arrival: float
     instances: frozenset[InstanceId] | None = None
+    batch_arrivals_per_second: float = 0.0
+    """Of the arrivals, those of batch requests; so with their tokens."""
+    batch_tokens_per_second: float = 0.0
 
     def fits(self, instance: InstanceId) -> bool:
         """Whether the instance can serve it."""

@@ -186,6 +186,7 @@ class Router:
         changed = self._cluster.place(
             placements, context.policy.scale(context.now, view, context.costs)
         )
+        self._cluster.count_parked(context.now)
         misplaced = {r.id: r for r in [*self._misplaced(changed), *self._shut_out()]}
         for request in misplaced.values():
             self._requests.unplace(request)

@@ -303,6 +303,10 @@ class InstanceState:
     """Models without an engine, in the order of the catalogue."""
     placement: Placement = field(default_factory=Placement)
     instance_class: InstanceClass = InstanceClass.MIXED
+    parked_seconds: float = 0.0
+    """How long it rested, until that was counted last."""
+    parked_since: float | None = None
+    """When it was, if the instance rested then."""
     up: bool = False
     """Whether it has a worker."""
     quarantine: str | None = None
@@ -381,6 +385,11 @@ class InstanceState:
     def idle(self) -> bool:
         """Whether it serves and has nothing to do."""
         return self.serves and self.job is None and not self.groups and not self.batches
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is parked and has nothing to do."""
+        return self.instance_class is InstanceClass.PARKED and self.idle
 
     @property
     def has_runnable(self) -> bool:

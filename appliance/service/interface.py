@@ -331,8 +331,13 @@ class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Models whose weights came before they were asked for, and did not run since."""
     busy_seconds: float = 0.0
     """Of turns and prompts that are over, since the daemon started."""
+    parked: bool = False
+    """Whether it takes no requests, as the policy needs fewer instances. What it has it finishes;
+    weights stay on the device."""
+    parked_seconds: float = 0.0
+    """Since the daemon started: parked, with nothing to do."""
     switches: int = 0
-    """Since then."""
+    """Since the daemon started."""
     moved_bytes: dict[str, int] = {}
     """Since then, by what moved: ``weights``, ``kv_in``, ``kv_out``."""
     gpus: tuple[GpuActivity, ...] = ()

@@ -154,6 +154,8 @@ class OverviewView(View):
             (f"   {rate(switches)} switches/s", ""),
             (f"   {size(moved)}/s moved", ""),
         ]
+        if row.get("parked"):
+            head.append(("   parked", theme.dim))
         if group := row.get("group"):
             head.append((f"   group {group}", theme.dim))
         for gpu in row.get("gpus", ()):

@@ -982,6 +982,28 @@ async def test_activity_of_instances(make_box: MakeBox) -> None:
     assert box.daemon.activity().instances[0].state == "up"
 
 
+async def test_an_instance_that_rests_is_shown_and_counted(make_box: MakeBox) -> None:
+    """`utilization` closes an instance that has little to do. A scrape adds what
+    came since the last one."""
+    box = make_box(instances=2, policy="utilization")
+    box.start()
+    name = "appliance_instance_parked_seconds_total"
+    for second in range(20):
+        box.ask(f"r{second}", "a")
+        box.settle()
+        box.now += 1.0
+    shown = box.daemon.activity().instances
+
+    assert [one.parked for one in shown] == [False, True]
+    assert shown[0].parked_seconds == 0.0
+    assert shown[1].parked_seconds == pytest.approx(20.0, abs=1.0)
+    assert box.samples(name) == {"instance=0": 0.0, "instance=1": shown[1].parked_seconds}
+    box.now += 60.0
+    later = box.daemon.activity().instances[1].parked_seconds
+    assert later == pytest.approx(shown[1].parked_seconds + 60.0)
+    assert box.samples(name)["instance=1"] == pytest.approx(later)
+
+
 async def test_activity_of_models(make_box: MakeBox) -> None:
     """Requests that run and those that wait, the same in the metrics; and the time since start."""
     box = make_box()

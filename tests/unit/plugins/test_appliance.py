@@ -8,8 +8,15 @@ import pytest
 from msgspec import structs
 
 from appliance.plugins.appliance import Appliance
-from appliance.scheduling.policy_api import BatchView, InstanceView, Phase, PrefillChoice
-from appliance.vocabulary import PrefetchModel, RequestClass, Role
+from appliance.scheduling.cluster import parked_seconds
+from appliance.scheduling.policy_api import (
+    BatchView,
+    InstanceView,
+    ModelView,
+    Phase,
+    PrefillChoice,
+)
+from appliance.vocabulary import PrefetchModel, RequestClass, Role, Ticked
 from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
@@ -638,3 +645,103 @@ def test_parameters_have_bounds(value: float) -> None:
 
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"shortest_turn_seconds": value}, Appliance)
+
+
+# --- instances that rest -------------------------------------------------------------------------
+
+
+def test_no_instance_rests_unless_it_is_asked_for() -> None:
+    """The policy has no answer, so another one of the stack may have."""
+    cluster = cluster_view(4, model_view("a"))
+
+    assert Appliance().scale(now=NOW, cluster=cluster, costs=COSTS) is None
+
+
+def scaled(policy: Appliance, *models: ModelView) -> int:
+    """How many of four are open after a minute in which this was asked."""
+    cluster = cluster_view(4, *models)
+    for seconds in range(62):
+        policy.place(now=NOW + seconds, cluster=cluster, costs=COSTS)
+        found = policy.scale(now=NOW + seconds, cluster=cluster, costs=COSTS)
+    assert found is not None
+    assert (found.interactive, found.batch) == (0, 0)
+    return found.mixed
+
+
+def test_instances_rest_that_little_demand_does_not_need() -> None:
+    calm = model_view("a", ttft=10.0, arrivals=0.05, tokens=10.0)
+    busy = model_view("a", ttft=10.0, arrivals=80.0, tokens=160_000.0)
+
+    assert scaled(Appliance(park=True), calm) == 1
+    assert scaled(Appliance(park=True), busy) == 4
+
+
+def test_batch_requests_that_come_open_no_instance_by_themselves() -> None:
+    """What they need follows from their deadlines, when they wait."""
+    batch = structs.replace(
+        model_view("a", ttft=10.0, arrivals=80.0, tokens=160_000.0),
+        batch_arrivals_per_second=80.0,
+        batch_tokens_per_second=160_000.0,
+    )
+
+    assert scaled(Appliance(park=True), batch) == 1
+
+
+def test_no_instance_rests_while_models_have_homes() -> None:
+    """Which instances rest is not the policy's to say, and one of them may be the only home. A
+    model alone has a home everywhere."""
+    tight = [model_view(f"t{n}", arrivals=0.02, tokens=4.0) for n in range(2)]
+
+    assert scaled(Appliance(park=True), *tight) == 4
+    assert scaled(Appliance(park=True), tight[0]) == 1
+
+
+def test_no_instance_rests_while_some_cannot_serve_a_model() -> None:
+    partial = model_view("a", ttft=10.0, arrivals=0.02, tokens=4.0, instances=frozenset({3}))
+
+    assert scaled(Appliance(park=True), partial) == 4
+
+
+def test_instances_rest_on_the_machine_and_all_wake_for_a_burst() -> None:
+    """Two minutes of a request now and then, a hundred at once, and calm again: nothing is lost,
+    what rests gets nothing, those that come when it is awake do, and the time in which it rested
+    is counted."""
+    cluster = ClusterDouble(
+        {"a": ModelDouble(4, shape())}, instances=3, stranger=Appliance(park=True)
+    )
+    cluster.start()
+    cluster.settle()
+    machine = cluster.machine
+
+    def calm(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            cluster.now += 5.0
+            cluster.ask(f"r{number}", "a", output=5)
+            cluster.settle()
+
+    def parked() -> list[int]:
+        return [i.id for i in machine.instances.values() if i.instance_class == "parked"]
+
+    def rested() -> list[float]:
+        return [parked_seconds(one, cluster.now) for one in machine.instances.values()]
+
+    calm(0, 24)
+    assert parked() == [1, 2]
+    assert rested()[0] == 0.0
+    assert rested()[1] == rested()[2] > 60.0
+    for number in range(100):
+        cluster.ask(f"b{number}", "a", prompt=50, output=20)
+    cluster.now += 1.0
+    cluster.tell(Ticked())
+    assert parked() == []
+    for number in range(20):
+        cluster.ask(f"c{number}", "a", prompt=50, output=20)
+    assert {machine.requests[f"b{number}"].instance for number in range(100)} == {0}
+    assert {machine.requests[f"c{number}"].instance for number in range(20)} >= {1, 2}
+    woken = rested()
+    cluster.settle()
+    assert rested() == woken
+    cluster.now += 300.0
+    calm(24, 24)
+    assert parked() == [1, 2]
+    assert {life.outcome for life in cluster.world.lives.values()} == {"length"}

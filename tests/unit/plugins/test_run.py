@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from appliance.plugins.aegaeon import Aegaeon
+from appliance.plugins.appliance import Appliance
 from appliance.plugins.muxserve import MuxServe
 from appliance.plugins.pd_aggregated import PdAggregated
 from appliance.plugins.pd_disaggregated import PdDisaggregated
@@ -35,6 +36,7 @@ def shortest_job_first() -> ServerlessLlmSjf:
 
 SHIPPED: dict[str, Callable[[], object]] = {
     "aegaeon": Aegaeon,
+    "appliance, parking": lambda: Appliance(park=True, park_load=1.0, park_seconds=0.1),
     "muxserve": MuxServe,
     "pd_aggregated": lambda: PdAggregated(chunk_tokens=16),
     "pd_disaggregated": PdDisaggregated,

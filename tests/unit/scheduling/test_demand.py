@@ -8,7 +8,7 @@ import pytest
 
 from appliance.scheduling.demand import OUTPUT_SMOOTHING, WINDOW_SECONDS, Demands
 from appliance.scheduling.policy_api import ClusterView, Placement
-from appliance.vocabulary import RequestSpec, Slo
+from appliance.vocabulary import RequestClass, RequestSpec, Slo
 from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.told import Told
@@ -45,6 +45,19 @@ def test_a_rate_decays() -> None:
     assert demand.decay(10.0) == 1.0
     assert demand.decay(10.0 + WINDOW_SECONDS) == pytest.approx(1 / math.e)
     assert demands.of["b"].arrivals_per_second == demands.of["b"].decay(10.0) == 0.0
+
+
+def test_batch_requests_are_counted_apart_too() -> None:
+    """As a part of all arrivals, that decays with them."""
+    demands = Demands(["a"])
+    for now, kind in enumerate([RequestClass.BATCH, RequestClass.INTERACTIVE]):
+        slo = Slo(ttft_seconds=1.0, tbt_seconds=0.1)
+        demands.arrived(RequestSpec("r", "a", 100, 50, slo, request_class=kind), float(now))
+
+    of, left = demands.of["a"], math.exp(-1 / WINDOW_SECONDS)
+    assert of.batch_arrivals_per_second == pytest.approx(left / WINDOW_SECONDS)
+    assert of.batch_tokens_per_second == pytest.approx(150 * left / WINDOW_SECONDS)
+    assert of.arrivals_per_second == pytest.approx((1 + left) / WINDOW_SECONDS)
 
 
 def test_outputs_are_expected_as_they_were() -> None:

@@ -102,6 +102,16 @@ async def test_groups_are_named() -> None:
         assert "0 (pair, single)" in seen(app)
 
 
+async def test_an_instance_that_rests_is_shown_so() -> None:
+    """It is up, and takes no requests."""
+    async with dashboard(source := loaded(), size=(140, 30)) as app:
+        assert "parked" not in seen(app)
+        source.say(delta({"instances": {"1": {"parked": True}}}, NOW + 1))
+        await settle(app)
+        (line,) = [line for line in screen(app) if "parked" in line]
+        assert "up phi-mini" in line
+
+
 async def test_kv_on_disk_is_shown() -> None:
     async with dashboard(source := loaded(), size=(140, 30)) as app:
         assert "disk" not in seen(app)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pytest
+
 from appliance.hookspecs import hookimpl
+from appliance.scheduling.cluster import parked_seconds
 from appliance.scheduling.policy_api import (
     ClusterView,
     Fleet,
@@ -155,3 +158,38 @@ def test_batch_requests_that_wait_for_the_host_end_no_turn() -> None:
     cluster.ask("late", "a", output=60, kind=BATCH)
 
     assert not cluster.up[0].preempted
+
+
+def test_the_time_in_which_an_instance_rests_is_counted() -> None:
+    """From when it is parked and has nothing to do, until it may take requests again or is lost;
+    also while nothing is asked, and not what it still finishes."""
+    policy = Fleets(Fleet(interactive=0, mixed=2, batch=0))
+    cluster = ClusterDouble(one_model(), instances=2, stranger=policy)
+    cluster.start()
+    cluster.settle()
+    rests = cluster.machine.instances[1]
+
+    def plan(after: float) -> float:
+        cluster.now += after
+        cluster.tell(Ticked())
+        return parked_seconds(rests, cluster.now)
+
+    cluster.ask("last", "a", output=5)
+    assert not rests.idle
+    policy.fleet = Fleet(interactive=0, mixed=1, batch=0)
+    assert plan(2.0) == plan(2.0) == 0.0  # it finishes what it has
+    cluster.settle()
+    assert plan(2.0) == 0.0
+    assert plan(2.0) == pytest.approx(2.0, abs=0.01)
+    cluster.now += 3.0
+    assert parked_seconds(rests, cluster.now) == pytest.approx(5.0, abs=0.01)
+    policy.fleet = Fleet(interactive=0, mixed=2, batch=0)
+    woken = plan(1.0)
+    assert woken == pytest.approx(6.0, abs=0.01)
+    assert plan(2.0) == woken
+    policy.fleet = Fleet(interactive=0, mixed=1, batch=0)
+    plan(2.0)
+    cluster.lose(1)
+    lost = parked_seconds(rests, cluster.now)
+    assert lost == pytest.approx(woken, abs=0.01)
+    assert plan(2.0) == lost
