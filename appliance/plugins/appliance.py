@@ -24,6 +24,15 @@ from appliance.hookspecs import hookimpl
 from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.homes import Homes, HomeSeeker
+from appliance.plugins.shedding import (
+    Estimate,
+    OwnCosts,
+    Shed,
+    Shedding,
+    is_hopeless,
+    may_be_shed,
+    refusal_reason,
+)
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
@@ -38,6 +47,7 @@ from appliance.scheduling.policy_api import (
     Placement,
     PlannedTurn,
     PrefillChoice,
+    Refusal,
     RequestView,
 )
 from appliance.vocabulary import InstanceId, ModelName, RequestClass
@@ -150,6 +160,10 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     home_share: Annotated[float, Meta(gt=0)] = 0.35
     """A model has homes, which it does not leave for each request, if a switch to it takes more
     than this share of its TTFT target."""
+    shed: Shed = Shed.NEVER
+    """Which requests are refused at once: "never" any, or those that are "hopeless", as their first
+    token would come later than its target by more than a tenth of it, wherever they went. Batch
+    work never is, nor what was taken on."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
     """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
     of each model, from its own answers, made it worse: they vary more than the truth.)"""
@@ -170,6 +184,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._parking = parking.Parking(self.park_load, self.park_seconds)
         self._placements: list[Placement] = []
         self._behind: set[InstanceId] = set()
+        self._shedding = Shedding()
 
     # --- where requests go -----------------------------------------------------------------------
 
@@ -252,12 +267,13 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     @hookimpl
     def prefill(
         self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
-    ) -> PrefillChoice:
+    ) -> PrefillChoice | Refusal:
         """Where everything, the request included, would be done first. With others of its model
         it costs little, as steps are shared; elsewhere a switch, and a whole answer that shares
         no steps. What that costs depends on the other models: while half of the instances would do
         for all models with work, nothing. Then the KV that steps read counts instead; where models
-        crowd, it would keep requests of a model from gathering."""
+        crowd, it would keep requests of a model from gathering. If requests are shed and its first
+        token would be late there: where that comes first. Hopeless requests are refused."""
         model = request.model
         expected = self._expect(model, now, costs)
         alone = self._answers_seconds(model, 1, expected, costs)
@@ -277,8 +293,33 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                     seconds += expected.switch_seconds
             if (seconds, view.id) < (soonest, best.id):
                 best, soonest = view, seconds
+        if self.shed is Shed.HOPELESS and may_be_shed(request):
+            estimate = self._first_token(now, request, best, instances, costs)
+            if is_hopeless(now, request, estimate.seconds):
+                return Refusal(reason=refusal_reason(now, request, estimate.seconds))
+            best = estimate.view
         self._chosen = best.id
         return PrefillChoice(instance=best.id, group=_own_group(now, request, best))
+
+    def _first_token(
+        self,
+        now: float,
+        request: RequestView,
+        best: InstanceView,
+        instances: Sequence[InstanceView],
+        costs: Costs,
+    ) -> Estimate:
+        """When its first token comes, and where: on the best instance if it is in time there."""
+        expected = self._expect(request.model, now, costs)
+        prompt = expected.prompt_seconds + request.tokens * expected.prompt_seconds_per_token
+        return self._shedding.soonest(
+            now,
+            request,
+            OwnCosts(prompt, expected.switch_seconds),
+            [best, *[view for view in instances if view is not best]],
+            lambda view: self._look(now, view, costs).works,
+            costs,
+        )
 
     def _renew_loads(self, now: float, instances: Sequence[InstanceView], costs: Costs) -> None:
         """Of the instances where a request came or went, the one that the last request went to and

@@ -128,6 +128,7 @@ class Cluster:
             slo=request.spec.slo,
             request_class=request.spec.request_class,
             arrived=request.arrived,
+            accepted=request.accepted,
         )
 
     def decoding_views(

@@ -37,7 +37,8 @@ class RequestView(Word, frozen=True):
     """A request to be placed. `tokens` is its prompt plus what it produced before a loss; it may
     produce `max_tokens` in all (0: its prompt is embedded); `arrived` is when it came.
     `weight_bytes` and `kv_bytes_per_token` are its model's (the latter 0 until an engine was
-    built, and if the model keeps no KV; of layers with windows, until these are full)."""
+    built, and if the model keeps no KV; of layers with windows, until these are full). Once it was
+    `accepted`, by an instance that took it on, it goes somewhere even if it is refused."""
 
     id: RequestId
     model: ModelName
@@ -48,6 +49,7 @@ class RequestView(Word, frozen=True):
     slo: Slo
     request_class: RequestClass
     arrived: float
+    accepted: bool = False
 
     @property
     def deadline(self) -> float:

@@ -122,6 +122,7 @@ async def test_a_refusal_is_no_failure_of_ours(make_box: MakeBox) -> None:
 
     assert (caught.value.status, caught.value.code) == (503, "overloaded")
     assert caught.value.message == "come back later"
+    assert caught.value.retry_after_seconds == 1.0
     assert box.daemon.readiness().ok
 
 
