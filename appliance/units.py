@@ -133,7 +133,7 @@ def toml(value: object) -> str:
     if isinstance(value, Bytes):
         return f'"{human(value)}"'
     if isinstance(value, Seconds):
-        return f'"{value:g}s"' if value >= 1 else f'"{value * 1000:g}ms"'
+        return f'"{value:g}s"' if value >= 1 or not value else f'"{value * 1000:g}ms"'
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, tuple):

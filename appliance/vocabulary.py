@@ -20,6 +20,7 @@ Sizes are bytes unless the name says slabs, blocks or tokens; times are seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeAlias
@@ -163,6 +164,23 @@ class Slo(Word, frozen=True):
 
     ttft_seconds: float
     tbt_seconds: float
+    gap_seconds: float = 0.0
+    """The longest time from one token of a stream to the next; 0 if none is promised."""
+
+    def scheduled(self, began: float, tokens: int) -> float:
+        """When token number `tokens`, from 0, of a request is due that began then, whatever came
+        before it: at the start + TTFT + k TBT."""
+        return began + self.ttft_seconds + tokens * self.tbt_seconds
+
+    def gap_over(self, tokens: int, newest: float) -> float:
+        """When the longest gap is over after the last of `tokens` tokens, which came at `newest`;
+        never if there is none, or no such promise."""
+        return newest + self.gap_seconds if self.gap_seconds and tokens else math.inf
+
+    @property
+    def gap_below_tbt(self) -> bool:
+        """Whether the gap is shorter than tokens are apart anyway, which is no promise to make."""
+        return 0 < self.gap_seconds < self.tbt_seconds
 
 
 class KvShape(Word, frozen=True):

@@ -23,10 +23,11 @@ from appliance.http.errors import ApiError, BadRequest
 from appliance.observability.key_metrics import KeyMetrics, KeyUse
 from appliance.service.front_paths import is_front_path
 from appliance.service.interface import AskedSlo
-from appliance.units import Address, Seconds
+from appliance.units import Address, Delay, Seconds
 from appliance.vocabulary import ModelName
 
 SLO_HEADER: Final = "x-slo"
+_SLO_PARTS: Final[dict[str, type[Seconds]]] = {"ttft": Seconds, "tbt": Seconds, "gap": Delay}
 OPERATOR_MARK: Final = "appliance.operator"
 """A key of an ASGI scope, which no client can set: the connection proved to be an operator's."""
 
@@ -410,17 +411,21 @@ def _with_slo(asking: Credentials, meter: Meter | None) -> Caller:
 
 
 def _asked_slo(header: str) -> AskedSlo:
-    """What ``ttft=2s, tbt=50ms`` says; either may be left out."""
+    """What ``ttft=2s, tbt=50ms, gap=1s`` says; any may be left out."""
     found: dict[str, float] = {}
     for part in header.split(","):
         name, _, value = part.partition("=")
         name = name.strip()
-        if name not in ("ttft", "tbt") or name in found:
+        if name not in _SLO_PARTS or name in found:
             raise BadRequest(
-                f"{SLO_HEADER}: expected ttft=2s, tbt=50ms, or one of them", SLO_HEADER
+                f"{SLO_HEADER}: expected ttft=2s, tbt=50ms, gap=1s, or some of them", SLO_HEADER
             )
         try:
-            found[name] = float(Seconds.read(value.strip()))
+            found[name] = float(_SLO_PARTS[name].read(value.strip()))
         except ValueError as error:
             raise BadRequest(f"{SLO_HEADER}: {name}: {error}", SLO_HEADER) from error
-    return AskedSlo(ttft_seconds=found.get("ttft"), tbt_seconds=found.get("tbt"))
+    return AskedSlo(
+        ttft_seconds=found.get("ttft"),
+        tbt_seconds=found.get("tbt"),
+        gap_seconds=found.get("gap"),
+    )

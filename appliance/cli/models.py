@@ -69,8 +69,12 @@ def unpin(model: str, url: str, as_json: bool) -> None:
 @click.argument("model")
 @click.option("--ttft", metavar="DURATION", help="Promised time to the first token, such as 5s.")
 @click.option("--tbt", metavar="DURATION", help="Promised time between tokens, such as 100ms.")
+@click.option(
+    "--gap", metavar="DURATION", help="Promised longest time between two tokens; 0s for none."
+)
 @click.option("--batch-ttft", metavar="DURATION", help="The same for batch requests.")
 @click.option("--batch-tbt", metavar="DURATION", help="The same for batch requests.")
+@click.option("--batch-gap", metavar="DURATION", help="The same for batch requests.")
 @click.option("--queue", type=click.IntRange(min=1), help="Live requests at most.")
 @url_option
 @json_option
@@ -78,26 +82,34 @@ def limit(
     model: str,
     ttft: str | None,
     tbt: str | None,
+    gap: str | None,
     batch_ttft: str | None,
     batch_tbt: str | None,
+    batch_gap: str | None,
     queue: int | None,
     url: str,
     as_json: bool,
 ) -> None:
     """Set the service level of new requests for MODEL and how many it takes, now and after a
     restart; without options, show it."""
-    slo = _given(ttft=ttft, tbt=tbt)
-    batch_slo = _given(ttft=batch_ttft, tbt=batch_tbt)
+    slo = _given(ttft=ttft, tbt=tbt, gap=gap)
+    batch_slo = _given(ttft=batch_ttft, tbt=batch_tbt, gap=batch_gap)
     body = _given(slo=slo or None, batch_slo=batch_slo or None, max_queue=queue)
     path = f"/api/models/{quote(model)}"
     found = call("PUT", url, f"{path}/limits", body) if body else get(url, path)
     terms = found["terms"]
     text = [
-        f"{kind}: first token {terms[key]['ttft_seconds']:g} s, "
-        f"then {terms[key]['tbt_seconds']:g} s each"
+        f"{kind}: {_level(terms[key])}"
         for kind, key in (("interactive", "slo"), ("batch", "batch_slo"))
     ]
     _report(found, as_json, "\n".join([*text, f"at most {terms['max_queue']} requests"]))
+
+
+def _level(slo: dict[str, float]) -> str:
+    """What an SLO promises."""
+    text = f"first token {slo['ttft_seconds']:g} s, then {slo['tbt_seconds']:g} s each"
+    gap = slo.get("gap_seconds", 0.0)
+    return f"{text}, at most {gap:g} s apart" if gap else text
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -182,11 +194,7 @@ def _adapters(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _terms(terms: dict[str, Any]) -> list[tuple[str, str]]:
     levels = [
-        (
-            name,
-            f"first token {terms[key]['ttft_seconds']:g} s, "
-            f"then {terms[key]['tbt_seconds']:g} s each",
-        )
+        (name, _level(terms[key]))
         for name, key in (("interactive", "slo"), ("batch work", "batch_slo"))
     ]
     pinned = "stays in the host cache" if terms["pinned"] else "gives way in the host cache"

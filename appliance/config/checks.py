@@ -66,6 +66,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_image_hosts(config.api, report)
     _check_names(config.models, report)
     _check_speculate(config.models, report)
+    _check_gaps(config.models, report)
     if check_files:
         for key, path in (
             (("journal", "path"), config.journal.path),
@@ -103,6 +104,18 @@ def _check_root_path(api: Api, report: ProblemReport) -> None:
             f"/{first} is where the API itself has paths",
             'use another one, such as "/llm"',
         )
+
+
+def _check_gaps(models: tuple[Model, ...], report: ProblemReport) -> None:
+    """A gap below the time between tokens would be missed by tokens that are in time."""
+    for index, model in enumerate(models):
+        for key, slo in (("slo", model.slo), ("batch_slo", model.batch_slo)):
+            if 0 < slo.gap_seconds < slo.tbt_seconds:
+                report.add(
+                    ("model", index, key, "gap"),
+                    f"{slo.gap_seconds:g} s are less than the {slo.tbt_seconds:g} s between tokens",
+                    f'use {slo.tbt_seconds:g}s or more, a shorter tbt, or "0s" for no such promise',
+                )
 
 
 def _check_telemetry(telemetry: Telemetry, report: ProblemReport) -> None:

@@ -27,7 +27,7 @@ from appliance.hookspecs import HOOKS
 from appliance.platform.admin_socket import AUTO
 from appliance.platform.logs import LogFormat, LogLevel
 from appliance.service.policy_report import PolicyChoice
-from appliance.units import Address, Bytes, Memory, Seconds
+from appliance.units import Address, Bytes, Delay, Memory, Seconds
 
 Scalar: TypeAlias = str | int | float | bool
 
@@ -544,6 +544,13 @@ class SloTable(Section, kw_only=True):
     tbt_seconds: Annotated[Seconds, Meta(description="Time between tokens.")] = msgspec.field(
         default=Seconds(0.1), name="tbt"
     )
+    gap_seconds: Annotated[
+        Delay,
+        Meta(
+            description="The longest time from one token of a stream to the next; a token that "
+            'comes later is not in time. "0s": none is promised.'
+        ),
+    ] = msgspec.field(default=Delay(0), name="gap")
 
 
 class BatchSlo(SloTable, kw_only=True):
@@ -713,7 +720,7 @@ class Model(Section, kw_only=True):
         ),
     ] = "auto"
     slo: Annotated[
-        SloTable, Meta(description="Service level: `ttft` and `tbt`, both durations.")
+        SloTable, Meta(description="Service level: `ttft`, `tbt` and `gap`, all durations.")
     ] = SloTable()
     batch_slo: Annotated[
         BatchSlo, Meta(description='The same for batch requests (`service_tier: "flex"`).')

@@ -166,9 +166,9 @@ class RequestStreams:
             tokens += count
             if stream.paused:
                 self._excuse(stream)
-            if now > stream.due():
-                late += count
-                stream.late += count
+            if missed := stream.late_among(count, now):
+                late += missed
+                stream.late += missed
             if stream.output:
                 gap = now - stream.newest
                 gaps[gap] = gaps.get(gap, 0) + 1

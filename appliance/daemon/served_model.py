@@ -160,4 +160,8 @@ def terms_of(model: Model) -> ModelTerms:
 
 
 def _slo(slo: ConfiguredSlo) -> Slo:
-    return Slo(ttft_seconds=float(slo.ttft_seconds), tbt_seconds=float(slo.tbt_seconds))
+    return Slo(
+        ttft_seconds=float(slo.ttft_seconds),
+        tbt_seconds=float(slo.tbt_seconds),
+        gap_seconds=float(slo.gap_seconds),
+    )

@@ -86,7 +86,8 @@ class RequestMetrics:
         )
         self._slo_tokens = registry.counter(
             "appliance_slo_tokens",
-            "Tokens that met or missed their deadline: token k is due at arrival + TTFT + k * TBT.",
+            "Tokens that met or missed their deadline: token k is due at arrival + TTFT + k * TBT, "
+            "or, with a longest gap, that long after token k - 1 if that is earlier.",
             "model",
             "class",
             "outcome",

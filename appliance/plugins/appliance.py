@@ -66,6 +66,9 @@ LOOKED_AT = 2
 AWAY = 0.25
 """A model with KV on the host waits until its slack is less than this share of its target, while
 another one goes on: each switch between them moves KV."""
+PROMPTS_IN_GAPS = 0.7
+"""Where streams are promised a longest gap, prompts are due after this share of their TTFT target:
+else they would wait for streams, which are always due soon, until they are late."""
 LEAST_RATE = 0.01
 """Requests a second that a model is expected to get at least."""
 RENEWED = 16
@@ -81,6 +84,8 @@ class ModelWork:
     model: ModelName
     due: float = math.inf
     """When the next token of the most urgent request is due."""
+    scheduled: float | None = None
+    """When that token is due without longest gaps, if it is due earlier for one."""
     overdue: float = math.inf
     """When the most urgent token was due, if it is late; infinite if it is not."""
     prompt_seconds: float = 0.0
@@ -97,6 +102,10 @@ class ModelWork:
     """Slack with which it lets others run."""
     margin_seconds: float = math.inf
     """How long before it is due it should run."""
+
+    def slack_seconds(self, now: float) -> float:
+        """How far it is ahead of its schedule, whatever gap it has to keep: that is earned."""
+        return (self.due if self.scheduled is None else self.scheduled) - now
 
 
 @dataclass(slots=True, frozen=True)
@@ -480,7 +489,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             return first
         if urgent:
             return current if current.due - first.due <= self.max_lateness_seconds else first
-        if current.due - now < current.slack_target_seconds:
+        if current.slack_seconds(now) < current.slack_target_seconds:
             return current
         wanted = [work for work in able if work.wanted <= now and work is not current]
         return min([current, *wanted], key=_deadline)
@@ -495,7 +504,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         seconds, before, shortest = self.longest_turn_seconds, 0.0, 0.0
         own = works.get(model)
         if own is not None and len(works) > 1 and (earns := self._earns(view, model, costs)) > 0:
-            earned = (own.slack_target_seconds - (own.due - now)) / earns
+            earned = (own.slack_target_seconds - own.slack_seconds(now)) / earns
             others = [work.wanted for work in works.values() if work is not own and work.runs]
             seconds = min(seconds, max(earned, min(others, default=now) - now))
         for work in sorted(works.values(), key=_deadline):
@@ -518,11 +527,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         """Whether the instance has more to do than it can do in time, as far as is seen: it has
         from when a token is late by more than a TTFT target, until none is late."""
         works: list[BatchView | GroupView] = [*view.batches, *view.groups]
-        late = [work for work in works if work.deadline < now]
+        late = [work for work in works if _scheduled(work) < now]
         if not late:
             self._behind.discard(view.id)
             return False
-        if any([work.deadline < now - work.slo.ttft_seconds for work in late]):
+        if any([_scheduled(work) < now - work.slo.ttft_seconds for work in late]):
             self._behind.add(view.id)
         return view.id in self._behind
 
@@ -548,18 +557,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         works: dict[ModelName, ModelWork] = {}
         behind = self._is_behind(now, view)
         for batch in view.batches:
-            margin = self.margin * batch.slo.ttft_seconds
-            due, overdue = batch.deadline, math.inf
-            if behind and due < now - margin:
-                due, overdue = self._renewed(batch.deadlines, now - margin), due
-            works[batch.model] = ModelWork(
-                model=batch.model,
-                due=due,
-                overdue=overdue,
-                runs=batch.runnable > 0,
-                slack_target_seconds=self.slack_target * batch.slo.ttft_seconds,
-                margin_seconds=margin,
-            )
+            works[batch.model] = self._decoding_work(now, batch, behind)
+        gap = math.inf if behind else _longest_gap(view)
         for group in view.groups:
             model = group.model
             work = works.get(model)
@@ -567,6 +566,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 work = works[model] = ModelWork(model)
             margin = self.margin * group.slo.ttft_seconds
             due = group.deadline
+            if gap < math.inf:
+                due = min(due, group.arrived + PROMPTS_IN_GAPS * group.slo.ttft_seconds)
+                margin = min(margin, self.margin * gap)
             if behind and due < (limit := now - margin):
                 if due < work.overdue:
                     work.overdue = due
@@ -592,6 +594,24 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 work.wanted = work.due - AWAY * work.slack_target_seconds
         return Outlook(view, works)
 
+    def _decoding_work(self, now: float, batch: BatchView, behind: bool) -> ModelWork:
+        """Of the requests that decode. An instance that is behind keeps no gaps."""
+        margin = self.margin * batch.slo.ttft_seconds
+        deadlines = batch.scheduled or batch.deadlines
+        work = ModelWork(
+            model=batch.model,
+            due=deadlines[0],
+            runs=batch.runnable > 0,
+            slack_target_seconds=self.slack_target * batch.slo.ttft_seconds,
+            margin_seconds=margin,
+        )
+        if behind and work.due < now - margin:
+            work.due, work.overdue = self._renewed(deadlines, now - margin), work.due
+        elif batch.scheduled and not behind and (due := _due_in_gap(now, batch)) < work.due:
+            work.due, work.scheduled = due, work.due
+            work.margin_seconds = min(margin, self.margin * batch.slo.gap_seconds)
+        return work
+
 
 def _own_group(now: float, request: RequestView, view: InstanceView) -> int | None:
     """The group of its model and class: interactive requests do not queue behind batch work, nor
@@ -612,6 +632,25 @@ def _batch(view: InstanceView, model: ModelName) -> BatchView | None:
         if batch.model == model:
             return batch
     return None
+
+
+def _longest_gap(view: InstanceView) -> float:
+    """The shortest of those that streams here are promised; infinite if none is."""
+    gaps = [batch.slo.gap_seconds for batch in view.batches]
+    return min([gap for gap in gaps if gap], default=math.inf)
+
+
+def _scheduled(work: BatchView | GroupView) -> float:
+    """When its next token is due, whatever gap it has to keep."""
+    return work.scheduled[0] if isinstance(work, BatchView) and work.scheduled else work.deadline
+
+
+def _due_in_gap(now: float, batch: BatchView) -> float:
+    """When the first of the tokens is due that are not late yet; infinite if all are. A stream
+    whose gap is over has lost a token, however long it waits now: it loses no other one before the
+    next is due as scheduled."""
+    first = bisect.bisect_left(batch.deadlines, now)
+    return min(batch.deadlines[first : first + 1], default=math.inf)
 
 
 def _deadline(work: ModelWork) -> tuple[float, ModelName]:

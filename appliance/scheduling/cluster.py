@@ -208,6 +208,10 @@ class Cluster:
     def _batch_view(self, model: ModelName, batch: DecodeBatch) -> BatchView:
         members, last = batch.members.values(), batch.last_view
         deadlines = tuple(sorted([request.next_due for request in members]))
+        slo = last.slo if last else strictest([request.spec.slo for request in members])
+        scheduled: tuple[float, ...] = ()
+        if slo.gap_seconds:
+            scheduled = tuple(sorted([request.scheduled for request in members]))
         batch.view = batch.last_view = BatchView(
             model=model,
             requests=len(members),
@@ -215,9 +219,10 @@ class Cluster:
             interactive=last.interactive if last else sum([r.interactive for r in members]),
             kv_tokens=sum([request.tokens for request in members]),
             away_tokens=sum([r.kv_tokens for r in members if r.kv is KvPlace.HOST]),
-            slo=last.slo if last else strictest([request.spec.slo for request in members]),
+            slo=slo,
             deadline=deadlines[0],
             deadlines=deadlines,
+            scheduled=scheduled,
             arrived=last.arrived if last else min([request.arrived for request in members]),
         )
         return batch.view
@@ -267,6 +272,7 @@ def strictest(slos: Sequence[Slo]) -> Slo:
     return Slo(
         ttft_seconds=min([slo.ttft_seconds for slo in slos]),
         tbt_seconds=min([slo.tbt_seconds for slo in slos]),
+        gap_seconds=min([slo.gap_seconds for slo in slos if slo.gap_seconds], default=0.0),
     )
 
 

@@ -107,8 +107,9 @@ class BatchView(Word, frozen=True):
     `runnable` of its `requests` could run now (the others' KV is on its way); `interactive` are not
     batch work; `kv_tokens` tokens of KV are read by a step of all, `away_tokens` of them are on the
     host and come to the device first. `slo` is the strictest of its requests; `deadline` is when
-    the next token of the most urgent is due, if token k of a request is due at arrival + TTFT +
-    k TBT; `arrived` is when the oldest came.
+    the next token of the most urgent is due: token k of a request at arrival + TTFT + k TBT, or its
+    longest gap after token k - 1 if that is earlier and the request is in no turn; `arrived` is
+    when the oldest came.
     """
 
     model: ModelName
@@ -122,6 +123,8 @@ class BatchView(Word, frozen=True):
     """When the next token of each request is due, the most urgent first."""
     arrived: float
     away_tokens: int = 0
+    scheduled: tuple[float, ...] = ()
+    """The same without longest gaps; empty if none of its requests is promised one."""
 
 
 class TurnView(Word, frozen=True):

@@ -100,7 +100,11 @@ class RequestState:
     tokens: int = field(init=False)
     """Prompt and output so far."""
     next_due: float = field(init=False)
-    """When its next token is due: token k at arrival + TTFT + k TBT, and what is excused."""
+    """When its next token is due: as scheduled, or, if that is earlier and it is in no turn, when
+    its longest gap is over."""
+    scheduled: float = field(init=False)
+    """When its next token is due without gaps: token k at arrival + TTFT + k TBT, and what is
+    excused."""
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -113,7 +117,11 @@ class RequestState:
         slo = self.spec.slo
         self.tokens = self.spec.prompt_tokens + self.generated
         began = self.arrived + self.excused
-        self.next_due = began + slo.ttft_seconds + self.generated * slo.tbt_seconds
+        self.next_due = self.scheduled = slo.scheduled(began, self.generated)
+        # In a turn its next token is on its way, and reports may come for several steps at once.
+        if slo.gap_seconds and self.stage is not Stage.RUNNING:
+            gap_over = slo.gap_over(self.generated, self.newest_token)
+            self.next_due = min(self.scheduled, gap_over)
 
     @property
     def kv_tokens(self) -> int:
@@ -131,6 +139,8 @@ class RequestState:
 
     def to_stage(self, target: Stage) -> None:
         self.stage = move(STAGES, self.stage, target, self.id)
+        if self.spec.slo.gap_seconds:
+            self._count()
         self._moved()
 
     def to_kv(self, target: KvPlace, instance: InstanceId | None) -> None:

@@ -95,9 +95,19 @@ class RequestStream:
         self.newest += seconds
 
     def due(self) -> float:
-        """When its next token is due: token k at arrival + TTFT + k * TBT, and what is excused."""
-        began = self.arrived + self.excused
-        return began + self.slo.ttft_seconds + len(self.output) * self.slo.tbt_seconds
+        """When its next token is due: token k at arrival + TTFT + k * TBT, and what is excused; or
+        the longest gap after its newest token, if that is earlier."""
+        return min(self._scheduled(), self.slo.gap_over(len(self.output), self.newest))
+
+    def _scheduled(self) -> float:
+        return self.slo.scheduled(self.arrived + self.excused, len(self.output))
+
+    def late_among(self, tokens: int, now: float) -> int:
+        """How many of so many tokens that come now are late: if the schedule is missed, all are; if
+        only the longest gap is over, the first, as none is waited for after it."""
+        if now <= self.due():
+            return 0
+        return tokens if now > self._scheduled() else 1
 
     def decode_seconds(self) -> float:
         """From the first token to the newest, without what is excused; 0 before the first."""

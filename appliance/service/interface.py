@@ -135,13 +135,25 @@ class AskedSlo(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_seconds: float | None = None
     tbt_seconds: float | None = None
+    gap_seconds: float | None = None
+    """0 for none, whatever the model has."""
 
     def over(self, served: Slo) -> Slo:
-        ttft, tbt = self.ttft_seconds, self.tbt_seconds
-        return Slo(
+        """Raises `GenerationFailed` (400) if the gap would be below the time between tokens."""
+        ttft, tbt, gap = self.ttft_seconds, self.tbt_seconds, self.gap_seconds
+        slo = Slo(
             ttft_seconds=served.ttft_seconds if ttft is None else ttft,
             tbt_seconds=served.tbt_seconds if tbt is None else tbt,
+            gap_seconds=served.gap_seconds if gap is None else gap,
         )
+        if slo.gap_below_tbt and (tbt is not None or gap is not None):
+            raise GenerationFailed(
+                "invalid_slo",
+                f"x-slo: a gap of {slo.gap_seconds:g} s is less than the {slo.tbt_seconds:g} s"
+                " between tokens; ask for a longer gap, a shorter tbt, or gap=0s for none",
+                400,
+            )
+        return slo
 
 
 class RequestNotFound(Exception):

@@ -57,7 +57,7 @@ _ODD_HEADERS: Final[Headers] = [
     (b"Authorization", b"Bearer " + b"k" * 5000),
     (b"Authorization", b"Basic Og=="),
     (b"x-api-key", b""),
-    (b"x-slo", b"ttft=2s, tbt=50ms"),
+    (b"x-slo", b"ttft=2s, tbt=50ms, gap=1s"),
     (b"x-slo", b"ttft=1e400s"),
     (b"x-slo", b"ttft=-1s"),
     (b"x-slo", b"ttft=99999999999999999999h"),

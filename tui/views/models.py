@@ -81,7 +81,7 @@ def _post(verb: str, words: str) -> Callable[[DaemonSource, str, Given], Awaitab
 
 async def _limit(source: DaemonSource, key: str, given: Given) -> str:
     body: Document = {}
-    if slo := {name: given[name] for name in ("ttft", "tbt") if name in given}:
+    if slo := {name: given[name] for name in ("ttft", "tbt", "gap") if name in given}:
         body["slo"] = slo
     if (queue := given.get("queue")) is not None:
         if not queue.isdecimal():
@@ -90,8 +90,10 @@ async def _limit(source: DaemonSource, key: str, given: Given) -> str:
     found = await source.ask("PUT", f"/api/models/{quote(key)}/limits", body)
     terms = found["terms"]
     slo = {name: f"{terms['slo'][f'{name}_seconds']:g} s" for name in ("ttft", "tbt")}
+    gap = terms["slo"].get("gap_seconds", 0.0)
+    longest = f"at most {gap:g} s apart, " if gap else ""
     return (
-        f"{key}: first token {slo['ttft']}, then {slo['tbt']} each, "
+        f"{key}: first token {slo['ttft']}, then {slo['tbt']} each, {longest}"
         f"at most {terms['max_queue']} requests"
     )
 
@@ -109,6 +111,7 @@ LIMITS = (
     Field("tbt", "TBT target, such as 100ms", _slo_part("tbt")),
     Field("queue", "live requests at most, such as 20",
           lambda row: str(row.get("terms", {}).get("max_queue", ""))),
+    Field("gap", "longest time between two tokens, such as 1s; 0s for none", _slo_part("gap")),
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ class SloChange(_Strict, kw_only=True):
 
     ttft: str | msgspec.UnsetType = msgspec.UNSET
     tbt: str | msgspec.UnsetType = msgspec.UNSET
+    gap: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelLimits(_Strict, kw_only=True):

@@ -1,8 +1,9 @@
 """What a run was worth: token deadlines kept, requests served in time, what the hardware did.
 
-Token k of a request (from 0) is due at ``arrival + TTFT + k * TBT`` (Aegaeon §2.1). What had not
-ended when the run did counts with the deadlines that had passed by then; what was refused counts
-with all of its tokens. O(tokens), in vectors.
+Token k of a request (from 0) is due at ``arrival + TTFT + k * TBT`` (Aegaeon §2.1), or, where an
+SLO has a longest gap, that long after token k - 1, if that is earlier. What had not ended when the
+run did counts with the deadlines that had passed by then; what was refused counts with all of its
+tokens. O(tokens), in vectors.
 """
 
 from __future__ import annotations
@@ -299,6 +300,7 @@ class _Requests:
         self.arrived = np.array([life.arrived for life in lives])
         self.ttft_slo = np.array([life.slo.ttft_seconds for life in lives])
         self.tbt_slo = np.array([life.slo.tbt_seconds for life in lives])
+        self.gap_slo = np.array([life.slo.gap_seconds or np.inf for life in lives])
         self.output = np.array([life.output_tokens for life in lives], dtype=np.int64)
         reasons = set(FinishReason)
         self.finished = np.array([life.outcome in reasons for life in lives], dtype=bool)
@@ -321,12 +323,18 @@ class _Requests:
         """When each token is."""
         request, index = self.tokens.request, self.tokens.index
         due: Floats = (self.arrived + self.ttft_slo)[request] + index * self.tbt_slo[request]
+        follows = np.nonzero(index > 0)[0]
+        gap_over = self.tokens.seconds[follows - 1] + self.gap_slo[request[follows]]
+        due[follows] = np.minimum(due[follows], gap_over)
         return due
 
     def token_attainment(self) -> float:
         tokens = self.tokens
         kept = int((tokens.seconds <= self.due() + TOLERANCE_SECONDS).sum())
         passed = np.floor((self.until - self.arrived - self.ttft_slo) / self.tbt_slo) + 1
+        # The gap after the newest token is over, too: then the next one is late, whatever its turn.
+        paused = (self.produced > 0) & (self.until > self.last + self.gap_slo)
+        passed = np.where(paused, np.maximum(passed, self.produced + 1), passed)
         passed = np.clip(passed, 0, self.output)
         passed = np.where(self.finished, 0, np.where(self.rejected, self.output, passed))
         missing = np.maximum(0, passed - self.produced).sum()

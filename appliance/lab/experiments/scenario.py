@@ -143,10 +143,12 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
 
 
 class SloTarget(ScenarioTable, frozen=True, kw_only=True):
-    """An SLO: ``slo = { ttft = "10s", tbt = "100ms" }``."""
+    """An SLO: ``slo = { ttft = "10s", tbt = "100ms", gap = "1s" }``."""
 
     ttft: Seconds
     tbt: Seconds
+    gap: Delay = Delay(0)
+    """The longest time between two tokens; none is promised if it is not given."""
 
 
 class SloTargets(SloTarget, frozen=True, kw_only=True):
@@ -160,12 +162,20 @@ class SloTargets(SloTarget, frozen=True, kw_only=True):
     """These scale TTFT and TBT alone, besides."""
 
     def slo(self, target: SloTarget | None) -> Slo:
-        """The SLO of a model or class, scaled; these targets where it has none of its own."""
+        """The SLO of a model or class, scaled; these targets where it has none of its own. Raises
+        `LabError` for a gap that is shorter than the time between tokens."""
         own = target or self
-        return Slo(
+        slo = Slo(
             ttft_seconds=own.ttft * self.scale * self.ttft_scale,
             tbt_seconds=own.tbt * self.scale * self.tbt_scale,
+            gap_seconds=own.gap * self.scale,
         )
+        if slo.gap_below_tbt:
+            raise LabError(
+                f"slo.gap: {slo.gap_seconds:g} s are less than the {slo.tbt_seconds:g} s between"
+                " tokens; give slo.gap as much or more, or leave it out"
+            )
+        return slo
 
 
 class ModelGroup(ScenarioTable, frozen=True, kw_only=True):

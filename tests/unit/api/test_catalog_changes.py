@@ -148,7 +148,11 @@ async def test_a_model_is_added(box: Box, client: httpx.AsyncClient, path: Path)
     box.settle()
 
     assert answer.status_code == 200, answer.text
-    assert answer.json()["terms"]["slo"] == {"ttft_seconds": 3.0, "tbt_seconds": 0.1}
+    assert answer.json()["terms"]["slo"] == {
+        "ttft_seconds": 3.0,
+        "tbt_seconds": 0.1,
+        "gap_seconds": 0.0,
+    }
     assert answer.json()["facts"]["max_context_tokens"] == 512
     assert box.workers[0].heard(frames.AddModel)[0].model.path == str(path.parent / "new")
     assert sum([len(batch) async for batch in running]) == 30

@@ -65,8 +65,8 @@ async def test_models_are_shown(client: httpx.AsyncClient) -> None:
     assert [model["model"] for model in models] == ["a", "org/b"]
     assert one == models[1]
     assert one["terms"] == {
-        "slo": {"ttft_seconds": 10.0, "tbt_seconds": 0.1},
-        "batch_slo": {"ttft_seconds": 3600.0, "tbt_seconds": 2.0},
+        "slo": {"ttft_seconds": 10.0, "tbt_seconds": 0.1, "gap_seconds": 0.0},
+        "batch_slo": {"ttft_seconds": 3600.0, "tbt_seconds": 2.0, "gap_seconds": 0.0},
         "max_queue": 1024,
         "pinned": False,
     }

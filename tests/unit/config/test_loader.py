@@ -19,7 +19,7 @@ from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
 from appliance.platform.checked_file import copy_of
 from appliance.service.policy_report import PolicyChoice
-from appliance.units import Seconds
+from appliance.units import Delay, Seconds
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., Path]
@@ -68,7 +68,7 @@ def models(tmp_path: Path, fake_checkpoint: Make) -> Path:
 
 def test_units_and_paths_are_resolved(models: Path) -> None:
     """Sizes become bytes, durations seconds, and paths absolute; what is not said has a default."""
-    text = GOOD + 'slo = { ttft = "2m", tbt = "50ms" }\n'
+    text = GOOD + 'slo = { ttft = "2m", tbt = "50ms", gap = "50ms" }\n'
     text += 'batch_slo = { ttft = "8h" }\n[journal]\npath = "run.journal"\n'
     config = load_config(write(models, '[api]\nbind = "[::1]:80"\nkeep_alive = "1.5s"\n' + text))
 
@@ -80,11 +80,31 @@ def test_units_and_paths_are_resolved(models: Path) -> None:
     assert config.journal.path == str(models / "run.journal")
     (model,) = config.models
     assert model.path == str(models / "tiny")
-    assert model.slo == SloTable(ttft_seconds=Seconds(120), tbt_seconds=Seconds(0.05))
+    assert model.slo == SloTable(
+        ttft_seconds=Seconds(120), tbt_seconds=Seconds(0.05), gap_seconds=Delay(0.05)
+    )
     assert model.batch_slo == BatchSlo(ttft_seconds=Seconds(28800), tbt_seconds=Seconds(2))
     assert model.max_batch == 32
     assert model.max_sequences == 256
     assert warnings(config) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "words"),
+    [
+        ('slo = { gap = "99ms" }', "slo", "0.099 s are less than the 0.1 s between tokens"),
+        ('batch_slo = { gap = "1s" }', "batch_slo", "1 s are less than the 2 s between tokens"),
+    ],
+)
+def test_a_gap_is_not_below_the_time_between_tokens(
+    models: Path, line: str, key: str, words: str
+) -> None:
+    """Tokens that are in time would miss it. The remedy says what may be written."""
+    problem = only_problem(models, f"{GOOD}{line}\n")
+
+    assert problem.key == f"model[0].{key}.gap"
+    assert problem.wrong == words
+    assert problem.remedy.startswith(f"use {words.split()[6]}s or more, a shorter tbt, or")
 
 
 def test_policy_parameters_reach_the_policy(models: Path) -> None:

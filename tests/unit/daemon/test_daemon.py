@@ -881,6 +881,36 @@ async def test_a_request_s_own_service_level(make_box: MakeBox) -> None:
     assert promised.ttft_seconds == 10.0
 
 
+async def test_a_longest_gap_is_asked_for(make_box: MakeBox) -> None:
+    """It may not be below the time between tokens, which is the request's or its model's."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", slo=AskedSlo(gap_seconds=1.0))
+    with pytest.raises(
+        GenerationFailed, match=r"gap of 0\.05 s is less than the 0\.1 s"
+    ) as failure:
+        box.ask("s", "a", slo=AskedSlo(gap_seconds=0.05))
+    box.ask("t", "a", slo=AskedSlo(gap_seconds=0.05, tbt_seconds=0.02))
+
+    assert (failure.value.code, failure.value.status) == ("invalid_slo", 400)
+    gaps = {name: r.spec.slo.gap_seconds for name, r in box.daemon.machine.requests.items()}
+    assert gaps == {"r": 1.0, "t": 0.05}
+
+
+async def test_a_token_after_the_longest_gap_is_late(make_box: MakeBox) -> None:
+    """Only that one: those that follow it come soon enough, and none is late by its schedule."""
+    box = make_box()
+    box.start()
+    request = box.ask("r", "a", output=10, slo=AskedSlo(ttft_seconds=100.0, gap_seconds=1.0))
+    box.work_until(lambda: box.world.lives["r"].produced >= 2)
+    box.now += 2.0
+    box.settle()
+
+    assert len(await read_all(request)) == 10
+    assert isinstance(request.generation, RequestStream)
+    assert request.generation.late == 1
+
+
 async def test_ready_while_batch_work_waits_rightly(make_box: MakeBox) -> None:
     """Batch requests may wait as long as their instance does other work, and no longer."""
     box = make_box(slabs=40, limits=Limits(queue=9, progress_seconds=30.0))

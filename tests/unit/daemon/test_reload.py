@@ -126,14 +126,14 @@ async def test_limits_hold_now_and_after_a_restart(
     box: Box, client: httpx.AsyncClient, path: Path, admin_file: Path
 ) -> None:
     """What is not said stays; the files say the same as the daemon."""
-    body = {"slo": {"ttft": "1s"}, "batch_slo": {"tbt": "9s"}, "max_queue": 2}
+    body = {"slo": {"ttft": "1s", "gap": "2s"}, "batch_slo": {"tbt": "9s"}, "max_queue": 2}
 
     answer = await client.put("/api/models/org/tiny/limits", json=body)
 
     assert answer.status_code == 200
     assert answer.json()["terms"] == {
-        "slo": {"ttft_seconds": 1.0, "tbt_seconds": 0.1},
-        "batch_slo": {"ttft_seconds": 3600.0, "tbt_seconds": 9.0},
+        "slo": {"ttft_seconds": 1.0, "tbt_seconds": 0.1, "gap_seconds": 2.0},
+        "batch_slo": {"ttft_seconds": 3600.0, "tbt_seconds": 9.0, "gap_seconds": 0.0},
         "max_queue": 2,
         "pinned": False,
     }
@@ -147,7 +147,7 @@ async def test_limits_hold_now_and_after_a_restart(
     assert written(admin_file).splitlines()[2:] == [
         "[[model]]",
         'name = "org/tiny"',
-        'slo = {ttft = "1s"}',
+        'slo = {ttft = "1s", gap = "2s"}',
         'batch_slo = {tbt = "9s"}',
         "max_queue = 2",
     ]
@@ -268,7 +268,7 @@ async def test_the_configuration_in_force_is_shown(client: httpx.AsyncClient, pa
     assert shown["config"]["api"]["keep_alive"] == "5s"
     assert shown["config"]["policy"]["use"] == ["serverlessllm"]
     assert [model["max_queue"] for model in shown["config"]["model"]] == [3, 1024]
-    assert shown["config"]["model"][0]["slo"] == {"ttft": "3s", "tbt": "30ms"}
+    assert shown["config"]["model"][0]["slo"] == {"ttft": "3s", "tbt": "30ms", "gap": "0s"}
 
 
 async def test_differences_are_reported_with_what_they_need(
@@ -412,6 +412,8 @@ async def test_limits_on_the_command_line(call: Call, admin_file: Path) -> None:
     changed, shown = await call(*line), await call("limit", "tiny")
     pinned, unpinned = await call("pin", "tiny"), await call("unpin", "tiny")
     wrong = await call("limit", "tiny", "--ttft", "soon")
+    gaps = await call("limit", "tiny", "--gap", "1s", "--batch-gap", "8s")
+    below = await call("limit", "tiny", "--gap", "50ms")
 
     assert changed.stdout == shown.stdout
     assert changed.stdout.splitlines() == [
@@ -420,7 +422,15 @@ async def test_limits_on_the_command_line(call: Call, admin_file: Path) -> None:
         "at most 2 requests",
     ]
     assert (pinned.stdout, unpinned.stdout) == ("tiny is pinned\n", "tiny is not pinned\n")
-    assert 'slo = {ttft = "5s", tbt = "100ms"}' in written(admin_file)
+    assert 'slo = {ttft = "5s", tbt = "100ms", gap = "1s"}' in written(admin_file)
+    assert gaps.stdout.splitlines()[:2] == [
+        "interactive: first token 5 s, then 0.1 s each, at most 1 s apart",
+        "batch: first token 3600 s, then 4 s each, at most 8 s apart",
+    ]
+    assert below.exit_code != 0
+    assert "slo.gap: 0.05 s are less than the 0.1 s between tokens; use 0.1s or more" in (
+        below.stderr
+    )
     assert wrong.exit_code == 2
     assert 'such as "10s"' in wrong.stderr
 

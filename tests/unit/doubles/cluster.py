@@ -249,6 +249,7 @@ class ClusterDouble:
         limit: int | None = None,
         kind: RequestClass = RequestClass.INTERACTIVE,
         images: tuple[int, ...] = (),
+        slo: Slo = SLO,
     ) -> Life:
         """A request arrives that will produce `output` tokens."""
         limit = output if limit is None else limit
@@ -258,7 +259,7 @@ class ClusterDouble:
             model=model,
             prompt_tokens=prompt,
             max_tokens=limit,
-            slo=SLO,
+            slo=slo,
             request_class=kind,
             images=images,
         )

@@ -177,7 +177,11 @@ async def test_an_slo_is_asked_for_by_a_key_that_may(house: House) -> None:
     answer = refused(front.enter(x_api_key="sk-fast", x_slo="soon"))
     assert (answer.status, answer.param) == (400, "x-slo")
     front.submit(front.call("sk-fast", x_slo="ttft=1s"), "r")
-    assert house.service.submitted[0].request.slo.ttft_seconds == 1.0
+    front.submit(front.call("sk-fast", x_slo="gap=2s, tbt=50ms"), "s")
+    front.submit(front.call("sk-fast", x_slo="gap=0s"), "t")
+    asked = [one.request.slo for one in house.service.submitted]
+    assert [slo.ttft_seconds for slo in asked] == [1.0, None, None]
+    assert [slo.gap_seconds for slo in asked] == [None, 2.0, 0.0]
 
 
 async def test_requests_of_a_key_are_limited(house: House) -> None:

@@ -29,6 +29,7 @@ def life(
     arrived: float = 0.0,
     outcome: str | None = None,
     request_class: RequestClass = RequestClass.INTERACTIVE,
+    gap: float = 0.0,
 ) -> Life:
     """A request with TTFT 3 s and TBT 2 s."""
     made = Life(
@@ -36,7 +37,7 @@ def life(
         id=f"r{len(recorder.lives)}",
         model="m",
         request_class=request_class,
-        slo=Slo(ttft_seconds=3.0, tbt_seconds=2.0),
+        slo=Slo(ttft_seconds=3.0, tbt_seconds=2.0, gap_seconds=gap),
         arrived=arrived,
         prompt_tokens=1,
         output_tokens=output,
@@ -52,10 +53,14 @@ def run(recorder: Recorder, until: float = 100.0) -> SimulationRun:
 
 
 def request_with(
-    *times: float, until: float = 100.0, outcome: str | None = "stop", output: int = 0
+    *times: float,
+    until: float = 100.0,
+    outcome: str | None = "stop",
+    output: int = 0,
+    gap: float = 0.0,
 ) -> SimulationRun:
     recorder = Recorder()
-    made = life(recorder, output or len(times), outcome=outcome)
+    made = life(recorder, output or len(times), outcome=outcome, gap=gap)
     for at in times:
         recorder.produced(made, at, 0.0, 0.0, 1)
     return run(recorder, until)
@@ -66,6 +71,20 @@ def test_tokens_at_3_6_7_8_by_both_definitions() -> None:
     metrics = measure(request_with(3.0, 6.0, 7.0, 8.0))
     assert metrics.token_attainment == 0.75
     assert metrics.time_attainment == 0.625
+
+
+def test_a_token_after_the_longest_gap_is_late() -> None:
+    """Tokens are due at 3, 5, 7 and 9, and 2.5 s after the one before: at 3, 3.5, 6.5 and 9."""
+    times = (1.0, 4.0, 6.5, 8.0)
+    assert measure(request_with(*times)).token_attainment == 1.0
+    assert measure(request_with(*times, gap=2.5)).token_attainment == 0.75
+
+
+def test_a_gap_that_is_over_without_a_token() -> None:
+    """The request goes on when the run ends: of four tokens that it will have, the third is late
+    from 6.5 s on, before its schedule says so."""
+    run = [request_with(1.0, 4.0, until=at, outcome=None, output=4, gap=2.5) for at in (6.5, 6.6)]
+    assert [measure(one).token_attainment for one in run] == [0.5, 1 / 3]
 
 
 def test_the_clock_of_the_artifact_starts_again_without_its_allowance() -> None:

@@ -95,7 +95,7 @@ def test_the_halves_of_a_promise_are_scaled_apart(tmp_path: Path) -> None:
     """Both scales and the common one multiply every promise, a model's own and that of batch."""
     changes = {
         "models.0.count": "1",
-        "models.0.slo": '{ ttft = "2s", tbt = "50ms" }',
+        "models.0.slo": '{ ttft = "2s", tbt = "50ms", gap = "600ms" }',
         "models.0.batch_backlog": "1",
         "slo.batch": '{ ttft = "60s", tbt = "1s" }',
         "slo.scale": "0.5",
@@ -106,8 +106,10 @@ def test_the_halves_of_a_promise_are_scaled_apart(tmp_path: Path) -> None:
 
     [model] = setting.models
     assert (model.slo.ttft_seconds, model.slo.tbt_seconds) == pytest.approx((10.0, 0.075))
+    assert model.slo.gap_seconds == pytest.approx(0.3)
     [batch] = [arrival.slo for arrival in setting.arrivals if arrival.slo is not None]
     assert (batch.ttft_seconds, batch.tbt_seconds) == pytest.approx((300.0, 1.5))
+    assert batch.gap_seconds == 0.0
 
 
 def test_keys_can_be_changed(tmp_path: Path) -> None:
@@ -289,6 +291,10 @@ def test_what_is_wrong_with_a_file_is_named(
         (
             {"hardware.gpu": "A10", "hardware.relay": "true"},
             "hardware.relay: the A10 has no NVLink to relay over; give hardware.nvlink_gbps, or",
+        ),
+        (
+            {"slo.gap": '"99ms"'},
+            r"slo.gap: 0.099 s are less than the 0.1 s between tokens; give slo.gap as much or",
         ),
         ({"warmup": '"100s"'}, "nothing is left of 100 s to measure"),
         ({"models.0.mix": '["GPT-9"]'}, "no profile of GPT-9 on H800"),

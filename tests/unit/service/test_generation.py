@@ -122,6 +122,19 @@ def test_a_reader_is_called_when_it_changes() -> None:
     assert owner.readers == [("r", False), ("r", True)]
 
 
+def test_a_gap_is_over_before_the_schedule() -> None:
+    """The next token is due at the earlier of the two. If only the gap is over, the first of
+    several tokens is late; if the schedule is missed, all are; the first has no gap before it."""
+    stream = Owner(Slo(ttft_seconds=2.0, tbt_seconds=0.5, gap_seconds=1.0)).stream
+    assert stream.due() == 12.0
+    stream.push(token(1))
+    stream.newest = 10.5
+    assert stream.due() == 11.5
+    assert [stream.late_among(3, now) for now in (11.5, 11.6, 12.5, 12.6)] == [0, 1, 1, 3]
+    stream.newest = 12.0
+    assert stream.due() == 12.5
+
+
 def test_what_is_excused_is_not_late() -> None:
     """Tokens are due so much later, and take as long as without the pause."""
     stream = Owner(Slo(ttft_seconds=2.0, tbt_seconds=0.5)).stream

@@ -20,7 +20,11 @@ from tests.unit.tui.bench import (
 from tui.dialogs import FormDialog
 from tui.messages import DaemonRefused
 
-TERMS = {"slo": {"ttft_seconds": 5.0, "tbt_seconds": 0.1}, "max_queue": 20, "pinned": False}
+TERMS = {
+    "slo": {"ttft_seconds": 5.0, "tbt_seconds": 0.1, "gap_seconds": 2.0},
+    "max_queue": 20,
+    "pinned": False,
+}
 
 
 def pool() -> Told:
@@ -87,6 +91,7 @@ async def test_limits_are_asked_for_in_a_form() -> None:
             "now 5s",
             "now 0.1s",
             "now 20",
+            "now 2s",
         ]
         await press(app, *"2q", "escape")
         await press(app, "l", "enter")
@@ -95,7 +100,10 @@ async def test_limits_are_asked_for_in_a_form() -> None:
         assert source.asked == [
             ("PUT", "/api/models/a/limits", {"slo": {"ttft": "2s"}, "max_queue": 7})
         ]
-        assert "a: first token 5 s, then 0.1 s each, at most 7 requests" in notified(app)
+        assert (
+            "a: first token 5 s, then 0.1 s each, at most 2 s apart, at most 7 requests"
+            in notified(app)
+        )
 
 
 async def test_limits_by_command() -> None:
@@ -104,11 +112,16 @@ async def test_limits_by_command() -> None:
     source.answers["PUT", "/api/models/a/limits"] = {"terms": TERMS}
     async with dashboard(source, size=(100, 40)) as app:
         await command(app, "models")
-        await command(app, "limit tbt=100ms")
-        assert source.asked == [("PUT", "/api/models/a/limits", {"slo": {"tbt": "100ms"}})]
+        await command(app, "limit tbt=100ms gap=1s")
+        assert source.asked == [
+            ("PUT", "/api/models/a/limits", {"slo": {"tbt": "100ms", "gap": "1s"}})
+        ]
         source.asked.clear()
         await command(app, "limit colour=red")
-        assert "limit takes ttft=VALUE, tbt=VALUE, queue=VALUE, not 'colour'" in notified(app)
+        assert (
+            "limit takes ttft=VALUE, tbt=VALUE, queue=VALUE, gap=VALUE, not 'colour'"
+            in notified(app)
+        )
         await command(app, "limit queue=many")
         assert "a: queue: a whole number, such as 20, not 'many'" in notified(app)
         await command(app, "load now")
