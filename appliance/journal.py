@@ -98,6 +98,10 @@ class Journal:
         line: dict[str, object] = {"now": now, "event": event, "commands": commands}
         self._write(line | {"missed": missed} if missed else line)
 
+    def flush(self) -> None:
+        """Have other processes see all of it. Raises `OSError`."""
+        self._file.flush()
+
     def close(self) -> None:
         self._file.close()
 

@@ -175,7 +175,7 @@ def make_daemon(config: Config) -> Daemon:
         load_bytes_per_second=expected_load_rate(config) or FIRST_GUESS_LOAD_BYTES_PER_SECOND,
         policy=config.policy.choice,
     )
-    return Daemon(
+    daemon = Daemon(
         setup,
         models,
         WorkerPlan(
@@ -198,6 +198,9 @@ def make_daemon(config: Config) -> Daemon:
         traces=_traces(config),
         kv_folder=Path(devices.kv_spill.directory) if devices.kv_spill_bytes else None,
     )
+    terms = config.policy.autopilot_terms(config.journal.path)
+    daemon.autopilot.configure(terms, config.policy.choice)
+    return daemon
 
 
 def expected_load_rate(config: Config) -> float | None:

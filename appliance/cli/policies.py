@@ -148,11 +148,12 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         click.echo()
         columns = ["POLICY", "DECISION", "CALLS", "FAULTS", "MEAN µs", "P50 µs", "P99 µs", "MAX µs"]
         print_table(columns, all_stats)
+    _show_autopilot(report.get("autopilot"))
     if report["events"]:
         click.echo()
         events = [
             [
-                datetime.fromtimestamp(row["unix_seconds"]).strftime("%Y-%m-%d %H:%M:%S"),
+                _when(row["unix_seconds"]),
                 row["what"] if row["count"] == 1 else f"{row['what']} x{row['count']}",
                 row["policy"],
                 row["hook"],
@@ -161,6 +162,46 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
             for row in report["events"]
         ]
         print_table(["AT", "WHAT", "POLICY", "DECISION", "REASON"], events)
+
+
+def _show_autopilot(report: dict[str, Any] | None) -> None:
+    """What it does and did, unless it is off; a daemon of an earlier version has none."""
+    if report is None or report["mode"] == "off":
+        return
+    held = "; an operator chose policies, so it only proposes" if report["held"] else ""
+    click.echo(
+        f"\nautopilot: {report['mode']}, {report['phase']}{held}; CPU time charged in the last"
+        f" hour: {report['cpu_seconds']:.0f} s of {report['cpu_seconds_per_hour']:.0f} s"
+    )
+    rows = [
+        [
+            _when(note["unix_seconds"]),
+            note["what"],
+            "" if note["choice"] is None else _named(note["choice"]),
+            *(_percent(note[key]) for key in ("gain", "error", "before", "after")),
+            note["reason"],
+        ]
+        for note in report["notes"]
+    ]
+    if rows:
+        columns = ["AT", "AUTOPILOT", "POLICIES", "GAIN", "ERROR", "BEFORE", "AFTER", "REASON"]
+        print_table(columns, rows)
+
+
+def _named(choice: dict[str, Any]) -> str:
+    """Who decides, and with which parameters."""
+    tables = choice["parameters"].items()
+    words = [f"{name}.{key}={value}" for name, table in tables for key, value in table.items()]
+    words = [f"{hook}={name}" for hook, name in choice["decisions"].items()] + words
+    return " ".join(["+".join(choice["use"]), *words])
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _when(unix_seconds: float) -> str:
+    return datetime.fromtimestamp(unix_seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _microseconds(stats: dict[str, Any]) -> list[str]:

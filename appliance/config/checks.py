@@ -53,6 +53,10 @@ from appliance.units import human
 
 PAGE_BYTES: Final = 4096
 
+LEAST_AUTOPILOT_SECONDS: Final = {"interval": 10, "cpu": 1, "window": 10, "watch": 5}
+"""A replay takes longer than less would leave it, and less says nothing."""
+MOST_AUTOPILOT_CPU_SECONDS: Final = 300
+
 
 def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     """Report what is wrong; without `check_files`, only what shows in the configuration itself."""
@@ -63,6 +67,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_codec(config, report)
     _check_telemetry(config.telemetry, report)
     _check_policies(config.policy, report)
+    _check_autopilot(config, report)
     _check_image_hosts(config.api, report)
     _check_names(config.models, report)
     _check_speculate(config.models, report)
@@ -205,6 +210,22 @@ def _check_policies(table: PolicyTable, report: ProblemReport) -> None:
             shared = problem.key[0] in ("decisions", "parameters")
             key = problem.key[1:] if shared else problem.key
             report.add(("policy", *key), problem.wrong, problem.remedy)
+
+
+def _check_autopilot(config: Config, report: ProblemReport) -> None:
+    table = config.policy
+    if table.autopilot != "off" and not config.journal.path:
+        wrong = "the autopilot replays the end of the journal, and there is none"
+        remedy = 'add [journal] with path = "journal.jsonl", or use "off"'
+        report.add(("policy", "autopilot"), wrong, remedy)
+    for name, least in LEAST_AUTOPILOT_SECONDS.items():
+        if getattr(table, f"autopilot_{name}_seconds") < least:
+            wrong, remedy = f"is less than {least} s", f'use "{least}s" or more'
+            report.add(("policy", f"autopilot_{name}"), wrong, remedy)
+    if table.autopilot_cpu_seconds > MOST_AUTOPILOT_CPU_SECONDS:
+        wrong = "is more than one replay may take of a tenth of a core in an hour"
+        remedy = f"use {MOST_AUTOPILOT_CPU_SECONDS}s at most"
+        report.add(("policy", "autopilot_cpu"), wrong, remedy)
 
 
 def _check_names(models: tuple[Model, ...], report: ProblemReport) -> None:

@@ -26,6 +26,7 @@ from appliance.checkpoints.task import AskedTask, PoolerValue
 from appliance.hookspecs import HOOKS
 from appliance.platform.admin_socket import AUTO
 from appliance.platform.logs import LogFormat, LogLevel
+from appliance.service.autopilot import AutopilotMode, AutopilotTerms
 from appliance.service.policy_report import PolicyChoice
 from appliance.units import Address, Bytes, Delay, Memory, Seconds
 
@@ -383,6 +384,38 @@ class PolicyTable(Section, kw_only=True):
         Seconds,
         Meta(description="Longest time that a policy which is not ours may take for an answer."),
     ] = msgspec.field(default=Seconds(0.05), name="budget")
+    autopilot: Annotated[
+        Literal["off", "propose", "apply"],
+        Meta(
+            description="Replay the end of the journal now and then, at the lowest priority, under "
+            "all installed policies: `propose` says which would keep more, `apply` has them "
+            "decide, and goes back if they do not. It needs `journal.path`."
+        ),
+    ] = "off"
+    autopilot_interval_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="From one replay of the autopilot to the next, 10s at least. All together "
+            "take a tenth of one core at most, over any hour; what is beyond comes later.",
+        ),
+    ] = msgspec.field(default=Seconds(300), name="autopilot_interval")
+    autopilot_cpu_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="CPU time of a replay under all policies, 1s to 300s; 5 s more are "
+            "charged for its start.",
+        ),
+    ] = msgspec.field(default=Seconds(25), name="autopilot_cpu")
+    autopilot_window_seconds: Annotated[
+        Seconds, Meta(description="How much of the journal's end is replayed, 10s at least.")
+    ] = msgspec.field(default=Seconds(600), name="autopilot_window")
+    autopilot_watch_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="How long the autopilot watches what it applied, and compares it with as "
+            "long before; 5s at least.",
+        ),
+    ] = msgspec.field(default=Seconds(300), name="autopilot_watch")
     place: Annotated[
         str, Meta(description="Who says what each instance is for, and which models it may serve.")
     ] = ""
@@ -418,6 +451,17 @@ class PolicyTable(Section, kw_only=True):
         str, Meta(description="Policy that chooses the model to load while another runs.")
     ] = ""
     parameters: dict[str, dict[str, Scalar]] = {}
+
+    def autopilot_terms(self, journal: str) -> AutopilotTerms:
+        """For a daemon that writes this journal; "" if it writes none."""
+        return AutopilotTerms(
+            mode=AutopilotMode(self.autopilot),
+            interval_seconds=float(self.autopilot_interval_seconds),
+            cpu_seconds=float(self.autopilot_cpu_seconds),
+            window_seconds=float(self.autopilot_window_seconds),
+            watch_seconds=float(self.autopilot_watch_seconds),
+            journal=journal,
+        )
 
     @property
     def choice(self) -> PolicyChoice:

@@ -21,6 +21,8 @@ import msgspec
 import appliance
 from appliance.daemon import health
 from appliance.daemon.adapters.changes import AdapterChanges
+from appliance.daemon.autopilot.control import Seen
+from appliance.daemon.autopilot.runner import AutopilotRunner
 from appliance.daemon.decision_loop import DecisionLoop, Hands
 from appliance.daemon.gauges import Gauges
 from appliance.daemon.guide_checks import GuideChecks, GuideUnanswered
@@ -70,7 +72,8 @@ from appliance.service.interface import (
     SubmitRequest,
     shutting_down,
 )
-from appliance.service.policy_report import PolicyChoice, PolicyReport
+from appliance.service.policy_overview import PolicyReport
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import (
     Command,
     DropSpilledKv,
@@ -228,12 +231,16 @@ class Daemon:
         self.catalogue = ModelAdministration(
             models, machine, self.workers.values(), feed, metrics, handle, self._forget_model
         )
-        self._requests = RequestStreams(self.catalogue, machine, handle, feed, metrics, clock)
+        policies = self._decisions.policies
+        self._requests = RequestStreams(
+            self.catalogue, machine, handle, feed, metrics, clock, lambda: policies.changes
+        )
         self._links = WorkerLinks(self.workers, self._requests.streams, metrics)
         self._counters = WorkCounters(metrics, feed)
         self._timeline = Timeline(
             list(machine.instances), lambda: time.time() - clock(), self._decisions.explain
         )
+        self.autopilot = AutopilotRunner(policies.choice, self._decisions, self._seen, feed, clock)
         self._decisions.observers = (self._requests.phases, self._timeline, self._counters)
         self.adapters = AdapterChanges(
             self.catalogue, machine, self.workers, self._links.send, handle
@@ -285,6 +292,7 @@ class Daemon:
             self._kv_disk.start(_on_this_loop(self._on_report))
         for worker in self.workers.values():
             worker.start()
+        self.autopilot.start()
 
     def _lock_host(self) -> None:
         if self.host.lock():
@@ -302,6 +310,7 @@ class Daemon:
 
     async def stop(self) -> None:
         """End the workers and give all memory back."""
+        await self.autopilot.stop()
         await self.adapters.stop()
         self._decisions.silence()
         if self._gpus is not None:
@@ -395,16 +404,22 @@ class Daemon:
     # --- policies --------------------------------------------------------------------------------
 
     async def policies(self) -> PolicyReport:
-        return self._decisions.policies.report(await asyncio.to_thread(installed))
+        found = await asyncio.to_thread(installed)
+        return self._decisions.policies.report(found, self.autopilot.report())
 
     async def set_policy(self, choice: PolicyChoice) -> None:
         await self._decisions.set_policy(choice)
+        self.autopilot.operator_chose()
 
     async def rollback_policy(self) -> None:
         await self._decisions.rollback_policy()
+        self.autopilot.operator_chose()
 
     def enable_policy(self, policy: str) -> None:
         self._decisions.enable_policy(policy)
+
+    def _seen(self) -> Seen:
+        return self._decisions.seen(self._requests.kept())
 
     # --- what can be seen ------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from itertools import islice
 
 import msgspec
 
+from appliance.daemon.autopilot.control import Seen
 from appliance.daemon.observers import Observer
 from appliance.daemon.policy_history import PolicyWatch
 from appliance.journal import Journal, Setup
@@ -24,6 +25,7 @@ from appliance.observability.metrics import Metrics
 from appliance.observability.timeline import HOOKS, MOST_PLANNED
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
+from appliance.service.autopilot import Promises
 from appliance.service.event_log import EventLog, NoticeKind
 from appliance.service.interface import Decision, shutting_down
 from appliance.service.policy_report import PolicyChoice, PolicyChosen, PolicyEnabled
@@ -183,6 +185,14 @@ class DecisionLoop:
         async with self._changing:
             await self._use(choice, partial(self.policies.chosen, choice))
 
+    async def set_policy_if(self, still: Callable[[], bool], choice: PolicyChoice) -> bool:
+        """The same, if `still()` when no other change is under way; whether it was done."""
+        async with self._changing:
+            if not still():
+                return False
+            await self._use(choice, partial(self.policies.chosen, choice))
+            return True
+
     async def rollback_policy(self) -> None:
         """Return to the choice before. Raises `NothingPrevious`, `PolicyChoiceError`."""
         async with self._changing:
@@ -192,6 +202,22 @@ class DecisionLoop:
         """Have a policy asked again that failed too often. Raises `PolicyNotActive`."""
         self.policies.enable(policy)
         self._write_down(self._clock(), PolicyEnabled(policy=policy), [])
+
+    def flush_journal(self) -> None:
+        """Have other processes see what was written down until now."""
+        if self._journal is not None:
+            with suppress(OSError):  # the next line that is written says so
+                self._journal.flush()
+
+    def seen(self, promises: Promises) -> Seen:
+        """For the autopilot: who decides, and whether that can be replayed."""
+        states = self.policies.stack.states()
+        return Seen(
+            active=self.policies.choice,
+            promises=promises,
+            ailing=", ".join(state.name for state in states if state.disabled),
+            journaled=self._journal is not None,
+        )
 
     async def _use(self, choice: PolicyChoice, note: Callable[[PolicyStack], None]) -> None:
         """Importing policies takes time: a thread does that."""

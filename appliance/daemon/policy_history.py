@@ -12,14 +12,15 @@ import msgspec
 from appliance.errors import PolicyError
 from appliance.observability.metrics import Metrics
 from appliance.policies.stack import PolicyStack
+from appliance.service.autopilot import AutopilotReport
 from appliance.service.interface import NothingPrevious, PolicyNotActive
+from appliance.service.policy_overview import PolicyReport
 from appliance.service.policy_report import (
     Happening,
     InstalledPolicy,
     PolicyChoice,
     PolicyFault,
     PolicyHappening,
-    PolicyReport,
 )
 
 MAX_PREVIOUS = 8
@@ -40,6 +41,8 @@ class PolicyWatch:
     ) -> None:
         self.choice = choice
         self.stack = stack
+        self.changes = 0
+        """How often others came to decide."""
         self._metrics = metrics
         self._unix_clock = unix_clock
         self._previous: deque[PolicyChoice] = deque(maxlen=MAX_PREVIOUS)
@@ -85,7 +88,9 @@ class PolicyWatch:
                     fault.policy,
                 )
 
-    def report(self, installed: Sequence[InstalledPolicy]) -> PolicyReport:
+    def report(
+        self, installed: Sequence[InstalledPolicy], autopilot: AutopilotReport
+    ) -> PolicyReport:
         """All that is known, besides what is installed."""
         return PolicyReport(
             installed=tuple(installed),
@@ -94,12 +99,14 @@ class PolicyWatch:
             policies=self.stack.states(),
             previous=tuple(self._previous),
             events=tuple(self._happenings),
+            autopilot=autopilot,
         )
 
     def _follow(self, choice: PolicyChoice, stack: PolicyStack) -> None:
         self.note_faults()
         self.stack.close()
         self.choice, self.stack = choice, stack
+        self.changes += 1
         names = ", ".join(choice.use)
         for hook, name in sorted(choice.decisions.items()):
             names += f"; {hook}: {name}"

@@ -457,6 +457,8 @@ class LiveConfig:
             except BaseException:
                 self._daemon.limits = before
                 raise
+            terms = found.policy.autopilot_terms(self._running.journal.path)
+            self._daemon.autopilot.configure(terms, found.policy.choice)
         replace = msgspec.structs.replace
         api = replace(
             self._running.api,

@@ -7,12 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from appliance.daemon.autopilot.promise_count import PromiseCount
 from appliance.daemon.models import ModelAdministration
 from appliance.observability.metrics import Metrics
 from appliance.observability.request_log import log_request
 from appliance.observability.request_phases import RequestPhases
 from appliance.observability.slo_window import SloWindow
 from appliance.scheduling.machine import Machine
+from appliance.service.autopilot import Promises
 from appliance.service.event_log import EventLog, NoticeKind
 from appliance.service.generation import RequestStream
 from appliance.service.interface import (
@@ -56,6 +58,11 @@ REJECTION_STATUS = {
     "model_removed": 404,
 }
 
+REFUSED = "overloaded"
+"""Code of requests that a policy turned away. What instances or the daemon have no room for is not
+the policies' doing; what waits for them is late in the end."""
+COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class RequestStreams:
     """The streams of live requests, by request. Used on the daemon's event loop. A token costs
@@ -69,10 +76,13 @@ class RequestStreams:
         feed: EventLog,
         metrics: Metrics,
         clock: Callable[[], float],
+        policy_changes: Callable[[], int],
     ) -> None:
-        """`handle` gives the machine an event."""
+        """`handle` gives the machine an event; `policy_changes` says how often other policies came
+        to decide."""
         self.streams: dict[RequestId, RequestStream] = {}
         self.windows: defaultdict[ModelName, SloWindow] = defaultdict(SloWindow)
+        self.promises = PromiseCount(policy_changes)
         self.phases = RequestPhases()
         self._models = models
         self._machine = machine
@@ -98,6 +108,7 @@ class RequestStreams:
         slo = request.slo.over(served.spec.slo_for(request.request_class))
         stream = RequestStream(request, self._clock(), sink, self._cancel, self._on_reader, slo)
         self.streams[request.id] = stream
+        self.promises.arrived(stream)
         self.phases.arrived(request.id, request.model, stream.arrived)
         self._models.began(request.model, request.asked)
         self._idle.clear()
@@ -147,6 +158,20 @@ class RequestStreams:
         for stream in self.streams.values():
             self._end(stream, failure.code, failure)
 
+    def kept(self) -> Promises:
+        """What clients got until now: live requests that miss a target already are counted first.
+        O(live)."""
+        now = self._clock()
+        for stream in self.streams.values():
+            if not stream.counted and self._overdue(stream, now):
+                self.promises.broken(stream)
+        return self.promises.total
+
+    @staticmethod
+    def _overdue(stream: RequestStream, now: float) -> bool:
+        """Whether its next token is late already, and not for a client that does not read."""
+        return not stream.paused and now > stream.due()
+
     def forget_model(self, name: ModelName) -> None:
         """The model is gone."""
         self.windows.pop(name, None)
@@ -166,9 +191,10 @@ class RequestStreams:
             tokens += count
             if stream.paused:
                 self._excuse(stream)
-            if missed := stream.late_among(count, now):
-                late += missed
-                stream.late += missed
+            missed = stream.late_among(count, now)
+            late += missed
+            stream.late += missed
+            self.promises.produced(stream, count, late=missed)
             if stream.output:
                 gap = now - stream.newest
                 gaps[gap] = gaps.get(gap, 0) + 1
@@ -187,6 +213,10 @@ class RequestStreams:
         """The machine says that the request is over."""
         stream = self._forget(command.request)
         was_cancelled = command.reason is FinishReason.CANCELLED
+        if command.reason in COMPLETE:
+            self.promises.completed(stream)
+        elif self._overdue(stream, self._clock()):
+            self.promises.broken(stream)
         reason = stream.cancel_reason if was_cancelled else command.reason
         self._feed.tell(
             NoticeKind.REQUEST_ENDED,
@@ -201,6 +231,8 @@ class RequestStreams:
     def reject(self, command: Reject) -> None:
         """The machine says that the request cannot be served."""
         stream = self._forget(command.request)
+        if command.code == REFUSED or self._overdue(stream, self._clock()):
+            self.promises.broken(stream)
         self._feed.tell(
             NoticeKind.REQUEST_REJECTED,
             id=stream.id,

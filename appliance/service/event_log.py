@@ -43,6 +43,7 @@ class NoticeKind(StrEnum):
     INSTANCE_RELEASED = "instance_released"
     POLICIES_CHOSEN = "policies_chosen"
     CONFIG_RELOADED = "config_reloaded"
+    AUTOPILOT = "autopilot"
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):

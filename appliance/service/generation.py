@@ -26,6 +26,7 @@ class RequestStream:
         "_sink",
         "arrived",
         "cancel_reason",
+        "counted",
         "excused",
         "failure",
         "first",
@@ -34,10 +35,12 @@ class RequestStream:
         "newest",
         "output",
         "paused",
+        "policies",
         "request",
         "slo",
         "taken",
         "times",
+        "unanswered",
     )
 
     def __init__(
@@ -72,6 +75,12 @@ class RequestStream:
         """Why the appliance gave the request up, if it did."""
         self.taken = False
         """Whether `submit` has answered: a request that is refused at once has no sink."""
+        self.policies = 0
+        """Those that it came under: how often they had been changed before."""
+        self.counted = False
+        """Whether it is counted as kept or missed, which it is once."""
+        self.unanswered = False
+        """Whether it is counted as one that was due, or refused, before it had any token."""
         self._reads = True
         self._ended = False
         self._sink = sink

@@ -15,7 +15,8 @@ import msgspec
 from appliance.engines.protocol import Produced, Verdict
 from appliance.service.event_log import Notice
 from appliance.service.front_frames import FrontModel
-from appliance.service.policy_report import PolicyChoice, PolicyReport
+from appliance.service.policy_overview import PolicyReport
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import (
     FinishReason,
     InstanceId,

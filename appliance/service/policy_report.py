@@ -18,6 +18,13 @@ class PolicyChoice(Word, frozen=True, forbid_unknown_fields=True):
     """Policies by the name of a hook."""
     parameters: Mapping[str, Mapping[str, object]] = {}
 
+    def pruned(self) -> PolicyChoice:
+        """The same choice without parameters of policies that it does not have: they change
+        nothing."""
+        names = {*self.use, *self.decisions.values()}
+        tables = {n: table for n, table in self.parameters.items() if n in names and table}
+        return PolicyChoice(use=self.use, decisions=self.decisions, parameters=tables)
+
 
 class PolicyFault(Word, frozen=True):
     """A policy failed to answer a question: it raised, answered nonsense, or took too long."""
@@ -120,17 +127,3 @@ class PolicyHappening(Word, frozen=True):
     hook: str = ""
     reason: str = ""
     count: int = 1
-
-
-class PolicyReport(Word, frozen=True):
-    """The body of ``GET /api/policies``."""
-
-    installed: tuple[InstalledPolicy, ...]
-    active: PolicyChoice
-    decisions: Mapping[str, tuple[str, ...]]
-    """Who is asked, in order, by decision. Only those that make it are named."""
-    policies: tuple[PolicyState, ...]
-    previous: tuple[PolicyChoice, ...]
-    """What was active before, the newest last."""
-    events: tuple[PolicyHappening, ...]
-    """The newest last."""

@@ -16,8 +16,13 @@ from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import DaemonRefused, DaemonSource, Document
 from tui.view import Action, Field, Given, ViewContext, details
+from tui.views import autopilot
+from tui.views.choices import flat, keys_of, written
 
 PATH = "/api/policies"
+MOST_PAGE_CELLS = 106
+PAGE_BORDER_CELLS = 4
+"""Of a page over the view, which takes nine tenths of the width."""
 PAIRS = re.compile(r"[,\s]+(?=[\w.-]+=)")
 
 
@@ -82,25 +87,6 @@ def _state_style(value: Any, context: ViewContext) -> str:
 
 
 # --- what is chosen ------------------------------------------------------------------------------
-
-
-def keys_of(choice: Document) -> dict[str, str]:
-    """A choice as keys and values: what is asked in order, decisions, parameters."""
-    keys = {"use": ", ".join(choice["use"])}
-    keys |= {f"decision {hook}": name for hook, name in sorted(choice["decisions"].items())}
-    return keys | _flat(choice["parameters"])
-
-
-def _flat(parameters: Document) -> dict[str, str]:
-    return {
-        f"{name}.{field}": str(value)
-        for name, table in sorted(parameters.items())
-        for field, value in sorted(table.items())
-    }
-
-
-def _written(pairs: Document) -> str:
-    return ",".join(f"{name}={value}" for name, value in pairs.items())
 
 
 def compared(report: Document, context: ViewContext) -> list[Line]:
@@ -187,8 +173,8 @@ class PoliciesView(TableView):
 
     title = "Policies"
     names = ("policies", "policy", "p")
-    asks = (Ask("GET", PATH, 2.0, ("policies_chosen", "config_reloaded")),)
-    help = (("c", "compare with before"), ("i", "installed"))
+    asks = (Ask("GET", PATH, 2.0, ("policies_chosen", "config_reloaded", "autopilot")),)
+    help = (("c", "compare with before"), ("i", "installed"), ("a", "autopilot"))
     columns = (
         Column("DECISION", lambda key, row, context: key),
         Column("ASKED, IN THIS ORDER", member("asked"),
@@ -206,9 +192,9 @@ class PoliciesView(TableView):
             Field("use", "asked in this order, such as serverlessllm,aegaeon",
                   lambda row: ",".join(row["active"]["use"]) if row else ""),
             Field("decisions", "asked first, such as round=aegaeon; round= takes it back",
-                  lambda row: _written(row["active"]["decisions"]) if row else ""),
+                  lambda row: written(row["active"]["decisions"]) if row else ""),
             Field("parameters", "such as aegaeon.q_max_seconds=3",
-                  lambda row: _written(_flat(row["active"]["parameters"])) if row else ""),
+                  lambda row: written(flat(row["active"]["parameters"])) if row else ""),
         )),
         Action("B", "rollback", "go back to the policies before", _rollback,
                "Go back to the policies before these? (`c` compares them.)", each_row=False),
@@ -219,6 +205,11 @@ class PoliciesView(TableView):
         report = report_of(context)
         decisions: dict[str, list[str]] = report.get("decisions", {})
         return {hook: _row(hook, names, report) for hook, names in decisions.items()}
+
+    def status(self) -> str:
+        context = self._view_context
+        pilot = context is not None and autopilot.is_on(report_of(context))
+        return super().status() + (", autopilot" if pilot else "")
 
     def nothing(self, context: ViewContext) -> str:
         return context.state.answer(PATH).refused or "asking …"
@@ -258,6 +249,13 @@ class PoliciesView(TableView):
         elif event.character == "i":
             event.stop()
             self.open("installed", _installed)
+        elif event.character == "a":
+            event.stop()
+            self.open("autopilot", self._autopilot)
+
+    def _autopilot(self, context: ViewContext) -> list[Line]:
+        width = min(MOST_PAGE_CELLS, self.size.width * 9 // 10 - PAGE_BORDER_CELLS)
+        return autopilot.page(report_of(context), context, width)
 
 
 def _installed(context: ViewContext) -> list[Line]:

@@ -36,7 +36,8 @@ from appliance.service.interface import (
     RequestActivity,
     Snapshot,
 )
-from appliance.service.policy_report import PolicyChoice, PolicyReport
+from appliance.service.policy_overview import PolicyReport
+from appliance.service.policy_report import PolicyChoice
 from appliance.service.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
 from appliance.vocabulary import SlabMap
 

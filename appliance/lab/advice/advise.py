@@ -104,9 +104,10 @@ def advise(
     done: Callable[[], None] = lambda: None,
     *,
     configured: PolicyChoice | None = None,
+    also: Sequence[PolicyChoice] = (),
 ) -> Advice:
     """The advice for the box whose journal this is; `done` is called after each replay. With
-    `configured` policies the journal has to end under these.
+    `configured` policies the journal has to end under these. `also` are tried before others.
 
     Raises `LabError` naming the option at fault and the remedy, and `PolicyError` if the policies
     of the journal are not installed.
@@ -126,7 +127,9 @@ def advise(
     tried, unsuited = _within(
         meter,
         left(),
-        lambda: candidates(current_choice(found), installed(), partial(_conflict, found.setting)),
+        lambda: candidates(
+            current_choice(found), installed(), partial(_conflict, found.setting), also
+        ),
         "and its policies to be made",
     )
     search = _Search(found, window, tried, left(), meter)

@@ -41,11 +41,12 @@ def candidates(
     current: PolicyChoice,
     installed: Sequence[InstalledPolicy],
     conflict: Callable[[PolicyChoice], str] = lambda choice: "",
+    also: Sequence[PolicyChoice] = (),
 ) -> tuple[list[Candidate], list[Unsuited]]:
     """All that are tried, and the policies that cannot be. The first one is what the box has; then
-    come the other policies as they ship, then variations, one of each policy in turn: what the CPU
-    time does not suffice for is the end of the list. `conflict` says why policies do not suit this
-    box; an empty text if they do."""
+    come those of `also`, the other policies as they ship, then variations, one of each policy in
+    turn: what the CPU time does not suffice for is the end of the list. `conflict` says why
+    policies do not suit this box; an empty text if they do."""
     first = Candidate(name=_named(current), choice=current)
     plain: list[Candidate] = []
     unsuited: list[Unsuited] = []
@@ -69,7 +70,46 @@ def candidates(
         if policy.name not in current.use:
             varied.append(list(_variations(policy, base)))
     turns = chain.from_iterable(zip_longest(*varied))
-    return [first, *plain, *(one for one in turns if one is not None)], unsuited
+    found = [*plain, *(one for one in turns if one is not None)]
+    early, refused = _early(first, found, also, conflict)
+    return [first, *early, *(one for one in found if one not in early)], [*unsuited, *refused]
+
+
+def _early(
+    first: Candidate,
+    found: Sequence[Candidate],
+    also: Sequence[PolicyChoice],
+    conflict: Callable[[PolicyChoice], str],
+) -> tuple[list[Candidate], list[Unsuited]]:
+    """Candidates that are tried before others, each once, and those that cannot be."""
+    early: list[Candidate] = []
+    unsuited: list[Unsuited] = []
+    for choice in also:
+        choice = choice.pruned()
+        if any(one.choice.pruned() == choice for one in (first, *early)):
+            continue
+        there = next((one for one in found if one.choice.pruned() == choice), None)
+        if there is not None:
+            early.append(there)
+        elif reason := _refusal(choice, conflict):
+            unsuited.append(Unsuited(policy=_named(choice), reason=reason))
+        else:
+            early.append(_as_given(choice, first.choice))
+    return early, unsuited
+
+
+def _as_given(choice: PolicyChoice, current: PolicyChoice) -> Candidate:
+    """One that is none of the usual ones; its parameters that the current choice does not have
+    count as changed."""
+    changed = {
+        f"{name}.{key}": value
+        for name, table in choice.parameters.items()
+        for key, value in table.items()
+        if (key, value) not in current.parameters.get(name, {}).items()
+    }
+    words = ", ".join(f"{key} = {_shown(value)}" for key, value in changed.items())
+    name = _named(choice) + (f" ({words})" if words else "")
+    return Candidate(name=name, choice=choice, changed=changed)
 
 
 def _named(choice: PolicyChoice) -> str:

@@ -13,6 +13,8 @@ from click.testing import CliRunner, Result
 
 from appliance.api.app import create_app
 from appliance.cli.main import cli
+from appliance.service.autopilot import AutopilotMode, AutopilotTerms
+from appliance.service.policy_report import PolicyChoice
 from tests.unit.doubles.daemon import Box, setup_of, small
 from tests.unit.doubles.serving import Call, commanded, unserved
 from tests.unit.policies.strangers import install
@@ -215,6 +217,26 @@ async def test_a_policy_that_failed_is_shown_and_enabled(
     enabled = await call("enable", "clumsy")
     assert ["clumsy", "asked", "3", "3"] in rows(enabled)
     assert (await call("enable", "aegaeon")).exit_code == 1
+
+
+async def test_the_autopilot_is_shown(call: Call, box: Box) -> None:
+    """What it may do, its budget, and what it did; not while it is off."""
+    assert "autopilot" not in (await call("show")).stdout
+    terms = AutopilotTerms(mode=AutopilotMode.PROPOSE)
+    box.daemon.autopilot.configure(terms, PolicyChoice(use=("serverlessllm",)))
+    box.now += 301.0
+    box.daemon.autopilot.tick()
+
+    shown = await call("show")
+    assert (
+        "autopilot: propose, waiting; CPU time charged in the last hour: 0 s of 360 s"
+        in shown.stdout
+    )
+    found = next(row for row in rows(shown) if "failed" in row)
+    assert found[2:7] == ["failed", "-", "-", "-", "-"]
+    assert "no journal is written" in " ".join(found)
+    held = await call("set", "aegaeon")
+    assert "waiting; an operator chose policies, so it only proposes" in held.stdout
 
 
 @pytest.mark.parametrize(

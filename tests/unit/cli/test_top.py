@@ -234,6 +234,7 @@ async def test_everything_that_happens_is_reported(box: Box) -> None:
         "model_added",
     ]
     elsewhere = {"request_ended", "model_switched", "config_reloaded", "adapters_changed"}
+    elsewhere |= {"autopilot"}
     assert set(kinds(box, start)) | elsewhere == {kind.value for kind in NoticeKind}
 
 

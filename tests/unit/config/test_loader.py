@@ -303,6 +303,27 @@ def test_a_tokenizer_is_needed(models: Path) -> None:
     assert "has no tokenizer: none of tokenizer.json" in problem.wrong
 
 
+@pytest.mark.parametrize(
+    ("lines", "key", "wrong"),
+    [
+        ('autopilot = "apply"', "autopilot", "there is none"),
+        ("autopilot = true", "autopilot", "true is not a choice"),
+        ('autopilot_interval = "9s"', "autopilot_interval", "less than 10 s"),
+        ('autopilot_cpu = "500ms"', "autopilot_cpu", "less than 1 s"),
+        ('autopilot_window = "1s"', "autopilot_window", "less than 10 s"),
+        ('autopilot_watch = "1ms"', "autopilot_watch", "less than 5 s"),
+        ('autopilot_cpu = "301s"', "autopilot_cpu", "more than one replay may take"),
+    ],
+)
+def test_an_autopilot_that_cannot_work(models: Path, lines: str, key: str, wrong: str) -> None:
+    """It needs a journal, and each replay has to be within its budget."""
+    problem = only_problem(models, f"{GOOD}[policy]\n{lines}\n")
+
+    assert problem.key == f"policy.{key}"
+    assert wrong in problem.wrong
+    assert problem.remedy
+
+
 def test_a_journal_needs_its_directory(models: Path) -> None:
     """The journal's directory must be there when the appliance starts."""
     problem = only_problem(models, GOOD + '[journal]\npath = "logs/run.journal"\n')

@@ -339,6 +339,30 @@ async def test_policies_that_an_admin_chose_stay(
     assert (await box.daemon.policies()).active.use == ("aegaeon",)
 
 
+async def test_the_autopilot_follows_the_file(
+    box: Box, settings: LiveConfig, client: httpx.AsyncClient, path: Path
+) -> None:
+    """Its keys, too. What an operator chose holds it, until another [policy] is read."""
+
+    async def autopilot() -> tuple[str, bool]:
+        found = (await client.get("/api/policies")).json()["autopilot"]
+        return found["mode"], found["held"]
+
+    await client.put("/api/policies", json={"use": ["aegaeon"]})
+    assert await autopilot() == ("off", True)
+    edit(path, "max_queue = 100", "max_queue = 5")
+    await client.post("/api/config/reload")
+    assert await autopilot() == ("off", True)
+    edit(path, "[policy]\n", '[policy]\nautopilot = "propose"\n')
+    assert (await client.post("/api/config/reload")).status_code == 422  # there is no journal
+    edit(path, "[api]\n", '[journal]\npath = "journal"\n\n[api]\n')
+    answer = await client.post("/api/config/reload")
+    applied = [row["key"] for row in answer.json()["applied"]]
+    assert applied == ["policy.autopilot"]
+    assert await autopilot() == ("propose", False)
+    await box.daemon.autopilot.stop()
+
+
 async def test_a_file_that_cannot_be_used_is_not_applied(
     box: Box, client: httpx.AsyncClient, path: Path
 ) -> None:

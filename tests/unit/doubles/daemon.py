@@ -32,6 +32,7 @@ from appliance.vocabulary import (
     RunTurn,
     SlabMap,
     SlabOwner,
+    Slo,
     TokensProduced,
 )
 from appliance.worker import frames
@@ -57,6 +58,7 @@ def setup_of(
     host_slabs: int = 200,
     kind: type[Setup] = Setup,
     only: Mapping[str, frozenset[int]] | None = None,
+    slos: Mapping[str, Slo] | None = None,
 ) -> Setup:
     specs = [
         ModelSpec(
@@ -64,7 +66,7 @@ def setup_of(
             weight_bytes=model.weight_slabs * SLAB,
             max_context_tokens=256,
             max_batch=64,
-            slo=SLO,
+            slo=(slos or {}).get(name, SLO),
             instances=(only or {}).get(name),
         )
         for name, model in models.items()
@@ -356,6 +358,7 @@ class Box:
         limit: int | None = None,
         kind: RequestClass = RequestClass.INTERACTIVE,
         slo: AskedSlo | None = None,
+        key: str | None = None,
     ) -> Client:
         """Submit a request that will produce `output` tokens."""
         limit = output if limit is None else limit
@@ -370,6 +373,7 @@ class Box:
                 body=b"",
                 request_class=kind,
                 slo=slo or AskedSlo(),
+                key=key,
             ),
             client,
         )

@@ -205,6 +205,44 @@ def policies() -> Document:
             {"use": ["ours"], "decisions": {}, "parameters": {"aegaeon": {"q_max_seconds": 4.0}}},
         ],
         "events": [fault, {**fault, "what": "disabled", "count": 1}],
+        "autopilot": autopilot(),
+    }  # fmt: skip
+
+
+def step(what: str, seconds: float, reason: str, **members: object) -> Document:
+    return {
+        "what": what, "unix_seconds": NOW + seconds, "reason": reason, "choice": None,
+        "gain": None, "error": None, "before": None, "after": None,
+    } | members  # fmt: skip
+
+
+def autopilot() -> Document:
+    """It applied one choice and took it back, applied another one, and replays again."""
+    aegaeon = {
+        "use": ["ours"], "decisions": {"round": "aegaeon"},
+        "parameters": {"aegaeon": {"q_max_seconds": 3.0}},
+    }  # fmt: skip
+    prism = {"use": ["prism"], "decisions": {}, "parameters": {}}
+    won = {"gain": 0.12, "error": 0.031, "before": 0.72}
+    return {
+        "mode": "apply", "phase": "replaying", "held": False,
+        "cpu_seconds": 90.0, "cpu_seconds_per_hour": 360.0,
+        "notes": [
+            step("applied", -3000, "Have prism decide: it is ahead.", choice=prism, **won),
+            step("rolled_back", -2700, "55.0% of tokens and requests were in time in 300 s.",
+                 choice=prism, **won | {"after": 0.55}),
+            step("applied", -800, "At this hour of the week it won in 2 weeks.", choice=aegaeon,
+                 **won),
+            step("confirmed", -500, "812 requests and 9000 tokens in 300 s", choice=aegaeon,
+                 **won | {"after": 0.81}),
+            step("kept", -200, "Keep what you have: the lab is off by up to 3.1 points here, so"
+                 " that may be the lab's error.", gain=0.02, error=0.031, before=0.81),
+        ],
+        "barred": [{"choice": prism, "until_unix_seconds": NOW + 23 * 3600}],
+        "hour": [
+            {"choice": aegaeon, "wins": 2, "kept": None, "gain": 0.12, "error": 0.031},
+            {"choice": prism, "wins": 0, "kept": 0.55, "gain": -0.17, "error": 0.031},
+        ],
     }  # fmt: skip
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.widgets import Input
 
 from tests.unit.tui.bench import (
     NOW,
     Told,
     command,
+    compare,
     dashboard,
     lost,
     notice,
@@ -21,11 +24,12 @@ from tests.unit.tui.bench import (
     state,
     tree,
 )
-from tests.unit.tui.scenes import policies
+from tests.unit.tui.scenes import autopilot, loaded, policies
 from tui.asking import Ask, Poller
 from tui.messages import DaemonRefused
 
 PATH = "/api/policies"
+SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 
 def decided(report: Any = None) -> Told:
@@ -88,6 +92,101 @@ async def test_installed() -> None:
         await press(app, "i")
         for words in ("What aegaeon does.", "round, prefill, decode", "it cannot be imported"):
             assert words in seen(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=lambda size: f"{size[0]}x{size[1]}")
+async def test_the_autopilot_looks_like_this(
+    size: tuple[int, int], pytestconfig: pytest.Config
+) -> None:
+    async with dashboard(loaded(), size=size) as app:
+        await command(app, "policies")
+        await press(app, "a")
+        name = f"autopilot-{size[0]}x{size[1]}-dark.svg"
+        compare(app, SNAPSHOTS / name, update=pytestconfig.getoption("--update-snapshots"))
+
+
+async def test_the_autopilot() -> None:
+    """That it is on, in the title; its mode and phase, the last advice with its figures, what it
+    applied and took back, what is barred, and what it remembers of this hour."""
+    async with dashboard(decided(), size=(120, 60)) as app:
+        await command(app, "policies")
+        assert "Policies (5, autopilot)" in seen(app)
+        await press(app, "a")
+        lines = [" ".join(line.split("│")[1].split()) for line in screen(app) if "│" in line]
+    text = "\n".join(lines)
+    assert lines[:3] == [
+        "mode apply", "phase replaying", "CPU time 90 s of 360 s were charged in the last hour",
+    ]  # fmt: skip
+    advice = text[text.index("LAST ADVICE") : text.index("APPLIED, ROLLED BACK")]
+    assert "2023-11-14 22:10:00 kept" in advice
+    assert "gain +2.0 points, error 3.1 points, kept before 81.0%" in advice
+    assert "that may be the lab's error" in advice
+    changes = text[text.index("APPLIED, ROLLED BACK") : text.index("BARRED")]
+    places = [changes.index(what) for what in ("confirmed", "22:00:00 applied", "rolled back")]
+    assert places == sorted(places)
+    assert "ours round=aegaeon aegaeon.q_max_seconds=3.0" in changes
+    assert "gain +12.0 points, error 3.1 points, kept before 72.0%, after 55.0%" in changes
+    assert "prism, for 23h00m more" in text
+    hour = text[text.index("THIS HOUR OF THE WEEK") :]
+    assert "won in 2 weeks, 12.0 points ahead, error 3.1 points" in hour
+    assert "won in no week, 17.0 points behind, error 3.1 points, kept 55.0%" in hour
+
+
+async def test_the_last_advice_may_have_been_applied() -> None:
+    report = policies()
+    report["autopilot"]["notes"] = report["autopilot"]["notes"][:3]
+    async with dashboard(decided(report), size=(120, 60)) as app:
+        await command(app, "policies")
+        await press(app, "a")
+        advice = seen(app).partition("LAST ADVICE")[2].partition("APPLIED, ROLLED BACK")[0]
+    assert "22:00:00  applied" in advice
+
+
+async def test_the_autopilot_s_page_is_kept_up_to_date() -> None:
+    """An event of the autopilot has it asked again, and an operator's choice is told."""
+    source = decided()
+    async with dashboard(source, size=(120, 40)) as app:
+        await command(app, "policies")
+        await press(app, "a")
+        assert "it only proposes" not in seen(app)
+        held = autopilot() | {"held": True, "phase": "waiting"}
+        source.answers["GET", PATH] = policies() | {"autopilot": held}
+        source.say(notice(1, "autopilot", NOW, what="left"))
+        await settle(app)
+        assert "an operator chose policies: it only proposes" in seen(app)
+        assert "phase     waiting" in seen(app)
+
+
+@pytest.mark.parametrize(
+    ("pilot", "said"),
+    [
+        ({"mode": "off"}, 'off; `autopilot = "propose"` or "apply" in [policy] has it begin'),
+        ({"notes": [], "barred": [], "hour": []}, "none yet"),
+        (None, "this daemon has none: it is of an earlier version"),
+    ],
+)
+async def test_an_autopilot_that_has_nothing_to_tell(pilot: Any, said: str) -> None:
+    """It is off, has just begun, or the daemon has none."""
+    report = policies()
+    del report["autopilot"]
+    if pilot is not None:
+        report["autopilot"] = autopilot() | pilot
+    async with dashboard(decided(report), size=(120, 40)) as app:
+        await command(app, "policies")
+        told = pilot is not None and "mode" not in pilot
+        assert ("autopilot" in screen(app)[1]) is told
+        await press(app, "a")
+        assert said in seen(app)
+
+
+async def test_what_the_autopilot_quotes_is_only_text() -> None:
+    """Names of policies are others' words: they move no cursor, and paint nothing."""
+    note = autopilot()["notes"][0] | {"reason": "bad \x1b[2J\nnext"}
+    report = policies() | {"autopilot": autopilot() | {"notes": [note]}}
+    async with dashboard(decided(report), size=(120, 40)) as app:
+        await command(app, "policies")
+        await press(app, "a")
+        assert "bad ␛[2J" in seen(app)
 
 
 async def test_others_are_set() -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from appliance.errors import LabError, PolicyError
 from appliance.lab.advice.advise import Advice, advise
 from appliance.lab.advice.cpu_time import CpuMeter, OutOfCpuTime
+from appliance.lab.advice.halving import OUT_OF_BUDGET
 from appliance.lab.advice.roles import conflict
 from appliance.lab.advice.window import current_choice, observed, replayed, window_of
 from appliance.lab.experiments.run import Contender
@@ -88,6 +89,14 @@ def test_a_better_policy_is_advised(wrong: Path, advised: Advice) -> None:
     again = recording(wrong.parent / "then")
     kept = observed(again, window_of(again, 10.0))
     assert kept.value - found.observed.value > found.verdict.gain / 2
+
+
+def test_what_is_to_be_tried_first_is_replayed(wrong: Path, advised: Advice) -> None:
+    """Though it is the last one otherwise, which the CPU time does not suffice for."""
+    never = next(row for row in advised.rows if row.dropped == OUT_OF_BUDGET and row.score is None)
+    found = advise(wrong, 10.0, 25.0, StepMeter(), also=(never.candidate.choice,))
+    (row,) = [row for row in found.rows if row.candidate == never.candidate]
+    assert row.score is not None
 
 
 def test_whole_requests_on_a_shared_box(tmp_path: Path) -> None:

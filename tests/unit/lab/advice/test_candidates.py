@@ -38,6 +38,27 @@ def test_all_policies_and_their_parameters() -> None:
         load_stack(one.choice).close()
 
 
+def test_what_is_to_be_tried_first() -> None:
+    """Each once, after the current policy: one of the usual candidates comes earlier, another one
+    is added; what decides now is no candidate, and what cannot be loaded is named."""
+    current = PolicyChoice(use=("aegaeon",))
+    usual, _ = candidates(current, installed())
+    late = usual[-1].choice
+    other = PolicyChoice(use=("serverlessllm", "aegaeon"), parameters={"gone": {"x": 1}})
+    gone = PolicyChoice(use=("gone",))
+    also = (current, late, other, gone, late)
+    found, unsuited = candidates(current, installed(), also=also)
+    assert found[:2] == [usual[0], usual[-1]]
+    assert found[2].choice == PolicyChoice(use=("serverlessllm", "aegaeon"))
+    assert found[2].name == "serverlessllm+aegaeon"
+    assert [one for one in found if one != found[2]] == [usual[0], usual[-1], *usual[1:-1]]
+    assert "gone" in [one.policy for one in unsuited]
+    tuned = PolicyChoice(use=("aegaeon",), parameters={"aegaeon": {"q_max_seconds": 2.75}})
+    found, _ = candidates(current, installed(), also=(tuned,))
+    assert found[1].changed == {"aegaeon.q_max_seconds": 2.75}
+    assert found[1].name == "aegaeon (aegaeon.q_max_seconds = 2.75)"
+
+
 def test_what_is_set_by_hand_stays() -> None:
     """Every candidate has the parameters of its policy that an admin has set, and varies others;
     a parameter of the current policy is changed within its own stack."""

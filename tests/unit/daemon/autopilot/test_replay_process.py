@@ -1,0 +1,171 @@
+"""The process that replays: its answer, its limits, and whatever else may become of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from appliance.daemon.autopilot import replay_process
+from appliance.daemon.autopilot.replay_process import ReplayFailed, replay
+from appliance.service.autopilot import AutopilotMode, AutopilotTerms
+from appliance.service.policy_report import PolicyChoice
+from tests.patience import PATIENCE_SECONDS
+from tests.unit.daemon.autopilot.test_runner import IN_TIME, Rig
+from tests.unit.doubles.daemon import Box, box_maker
+from tests.unit.lab.test_journal_workload import write
+from tests.unit.policies.strangers import HEAD, install
+
+pytestmark = pytest.mark.thorough
+
+AEGAEON = PolicyChoice(use=("aegaeon",))
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a box with the wrong policy."""
+    path = tmp_path_factory.mktemp("wrong") / "journal"
+    write(path, policy="aegaeon", noise=0.2)
+    return path
+
+
+@pytest.fixture
+def make_box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Box]]:
+    with box_maker(monkeypatch, slabs=40) as make:
+        yield make
+
+
+@pytest.fixture
+async def rig(make_box: Callable[..., Box], tmp_path: Path, journal: Path) -> AsyncIterator[Rig]:
+    """A daemon whose journal is that one."""
+    rig = Rig(make_box(policy="aegaeon", journal=tmp_path / "own"), tmp_path)
+    rig.pilot.replay = replay
+    rig.terms = AutopilotTerms(
+        mode=AutopilotMode.APPLY,
+        interval_seconds=10.0,
+        watch_seconds=10.0,
+        cpu_seconds=20.0,
+        journal=str(journal),
+    )
+    rig.pilot.configure(rig.terms, AEGAEON)
+    yield rig
+    await rig.pilot.stop()
+    rig.box.daemon._decisions.close()
+
+
+def child() -> psutil.Process:
+    """The process of the replay."""
+    (found,) = [p for p in psutil.Process().children() if "appliance.lab.advice" in p.cmdline()]
+    return found
+
+
+async def test_a_wrong_policy_is_replaced(rig: Rig) -> None:
+    """From the file of the journal, by a process of its own, to the policies that decide."""
+    rig.serve(12, IN_TIME)
+    await rig.noted(1)
+    (note,) = rig.pilot.report().notes
+    assert note.what == "applied", note.reason
+    assert (note.gain or 0) > 0.3 > (note.error or 1)
+    assert (await rig.active()).use != ("aegaeon",)
+
+
+async def test_what_won_earlier_is_tried(journal: Path) -> None:
+    """The process is told: what wins may be one that it would not have tried itself."""
+    both = PolicyChoice(use=("appliance", "aegaeon"))
+    found = await replay(AutopilotTerms(journal=str(journal)), 20.0, 45.0, (both,))
+    assert found.chosen is not None
+    assert found.chosen == both
+
+
+async def test_its_limits(rig: Rig) -> None:
+    """It has the lowest priority and an end of its processor time and memory, and it does not
+    outlive the daemon's interest."""
+    rig.serve(12, IN_TIME)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            await asyncio.sleep(0.02)
+            process = child()
+            if process.nice() == 19 and process.rlimit(resource.RLIMIT_DATA)[1] == 4 << 30:
+                break
+    assert process.rlimit(resource.RLIMIT_CPU) == (25, 25)
+    await rig.pilot.stop()
+    assert not process.is_running()
+
+
+PRINTER = """
+    @hookimpl
+    def round(self):
+        print("a round")
+        os.write(1, b"{}\\n")
+        open(__file__ + ".asked", "w").close()
+"""
+PRINTS = "import os\nprint('imported')\nprint('x' * 500_000)\n"
+
+
+def asked(folder: Path) -> list[Path]:
+    """What the printer left when it was asked."""
+    return list(folder.glob("*.asked"))
+
+
+async def test_policies_that_print_do_not_spoil_the_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, journal: Path
+) -> None:
+    """When they are imported, and when they are asked, in Python or below it: the answer has a
+    descriptor of its own, and what they print is taken, and forgotten."""
+    install(tmp_path, "printer", PRINTER, head=PRINTS + HEAD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    found = await replay(AutopilotTerms(journal=str(journal)), 10.0, 20.0)
+    assert found.current == AEGAEON
+    assert asked(tmp_path)
+
+
+async def ended(journal: Path | str, hard: float = 45.0) -> str:
+    """Why there is no recommendation."""
+    with pytest.raises(ReplayFailed) as caught:
+        await replay(AutopilotTerms(journal=str(journal)), 40.0, hard)
+    return str(caught.value)
+
+
+async def test_what_cannot_be_advised_on(tmp_path: Path, journal: Path) -> None:
+    """A journal that says too little, or is none."""
+    short = tmp_path / "short"
+    write(short, until=2.0)
+    said = await ended(short)
+    assert said.startswith("policy.autopilot_window: ")
+    assert "requests arrived" in said
+    (tmp_path / "none").write_text("no journal\n")
+    assert "none: JSON is malformed" in await ended(tmp_path / "none")
+    assert "No such file" in await ended(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "ended by signal 9, without an answer"),
+        ("raise SystemExit(3)", "ended with status 3, without an answer"),
+        ("raise OSError('no\\nluck')", "status 1, without an answer; it said: Traceback"),
+        ("raise OSError('no\\nluck')", "OSError: no luck"),
+        ("print('{')", "ended with status 0, without an answer"),
+        ("print('x' * (1 << 22))", "longer than 1048576 bytes"),
+        ("while True: pass", "ended by signal 9, without an answer"),
+    ],
+)
+async def test_a_process_that_goes_wrong(
+    monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    """It crashes, babbles, or computes until its processor time is over."""
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\n"
+    command = (sys.executable, "-c", limits + program)
+    monkeypatch.setattr(replay_process, "module_command", lambda *words: command)
+    assert said in await ended("journal")
+
+
+async def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_process, "module_command", lambda *words: ("/nowhere",))
+    assert "cannot be started" in await ended("journal")
