@@ -38,10 +38,9 @@ NAMES = tuple(recipe.name for recipe in RECIPES)
 AUTOPILOT = """
 autopilot = "apply"
 autopilot_interval = "10s"
-autopilot_window = "30s"
 """
-LONG_EACH, LONG, SHORT = 18, 700, 8
-"""Each 18th request may have a long answer, of the first model."""
+EVERY_SECONDS, LONG_EACH, LONG, SHORT = 0.25, 18, 700, 8
+"""A request comes so often; each 18th request may have a long answer, of the first model."""
 
 PLANTED = "two_faced"
 FACES = """
@@ -98,7 +97,7 @@ class Load:
     def __init__(self, client: httpx.AsyncClient, every_seconds: float, long: int) -> None:
         """`long` is the length of long answers."""
         self._client = client
-        self._every_seconds = every_seconds
+        self.every_seconds = every_seconds
         self._long = long
         self.texts: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
         """What was answered, by model and length."""
@@ -112,7 +111,7 @@ class Load:
             length = SHORT if number % LONG_EACH else self._long
             one = self._ask(NAMES[number % len(NAMES)], length)
             asked.append(asyncio.create_task(one))
-            await asyncio.sleep(self._every_seconds)
+            await asyncio.sleep(self.every_seconds)
         await asyncio.gather(*asked)
         return len(asked)
 
@@ -134,24 +133,27 @@ class Load:
             self.wrong.append(answer.text)
 
 
-async def until_judged(client: httpx.AsyncClient) -> dict[str, Any]:
-    """The report, when what the autopilot applied was confirmed or rolled back."""
+async def until_judged(client: httpx.AsyncClient, load: Load, then: float) -> dict[str, Any]:
+    """The report, when what the autopilot applied was confirmed or rolled back. Requests come every
+    `then` seconds from when it was applied."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             report = (await client.get("/api/policies")).raise_for_status().json()
             steps = {note["what"] for note in report["autopilot"]["notes"]}
+            if "applied" in steps:
+                load.every_seconds = then
             if steps & {"confirmed", "rolled_back"}:
                 return report
             await asyncio.sleep(0.5)
 
 
-async def served(url: str, every_seconds: float, long: int) -> tuple[dict[str, Any], Load, int]:
+async def served(url: str, then: float, long: int) -> tuple[dict[str, Any], Load, int]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS, limits=limits) as client:
-        load, over = Load(client, every_seconds, long), asyncio.Event()
+        load, over = Load(client, EVERY_SECONDS, long), asyncio.Event()
         running = asyncio.create_task(load.run(over))
         try:
-            report = await until_judged(client)
+            report = await until_judged(client, load, then)
         finally:
             over.set()
         return report, load, await running
@@ -204,10 +206,10 @@ def notes_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_a_wrong_policy_is_replaced(checkpoints: Path, tmp_path: Path) -> None:
     """Within some replays of its own journal."""
     slo = 'slo = { ttft = "500ms", tbt = "200ms" }'
-    more = 'autopilot_cpu = "15s"\nautopilot_watch = "8s"\n'
+    more = 'autopilot_cpu = "15s"\nautopilot_window = "30s"\nautopilot_watch = "8s"\n'
     with daemon(checkpoints, tmp_path, WRONG, slo, more) as appliance:
         meter = Meter(appliance.pid)
-        report, load, asked = asyncio.run(served(appliance.url, 0.25, LONG))
+        report, load, asked = asyncio.run(served(appliance.url, EVERY_SECONDS, LONG))
         notes = notes_of(report)
         meter.check(report)
         assert notes["applied"]["choice"]["use"] != [WRONG]
@@ -220,7 +222,8 @@ def test_bad_advice_is_rolled_back(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy that an operator installed has the lab recommend it, and is bad: the daemon applies
-    it, sees that clients get less, goes back by itself, and remembers that."""
+    it, sees that clients get less, goes back by itself, and remembers that. Fewer requests come
+    once it decides: it stops the daemon for each, and with as many the backlog would grow."""
     plugins = tmp_path / "plugins"
     plugins.mkdir()
     install(plugins, PLANTED, SLOW, head=HEAD.replace("import math", f"{FACES}import math"))
@@ -228,7 +231,8 @@ def test_bad_advice_is_rolled_back(
     path = os.pathsep.join(filter(None, (str(plugins), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", path)
     slo = 'slo = { ttft = "500ms", tbt = "1s" }'
-    more = 'autopilot_cpu = "5s"\nautopilot_watch = "20s"\nbudget = "10s"\n'
+    more = 'autopilot_cpu = "5s"\nautopilot_window = "30s"\nautopilot_watch = "20s"\n'
+    more += 'budget = "10s"\n'
     with daemon(checkpoints, tmp_path, RIGHT, slo, more) as appliance:
         meter = Meter(appliance.pid)
         report, load, asked = asyncio.run(served(appliance.url, 0.7, SHORT))
