@@ -246,6 +246,9 @@ class Box(Word, frozen=True, kw_only=True):
     order_seconds: float = 0.0
     """From what happened to the work that follows from it: the daemon hears of it and decides, the
     worker hears that and begins."""
+    report_seconds: float = math.inf
+    """The daemon hears of tokens at least so often, or at each step that takes longer. A worker
+    reports every step; the lab, to be fast, only what changes something."""
 
     @property
     def root_bytes_per_second(self) -> float:

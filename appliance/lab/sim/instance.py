@@ -18,6 +18,7 @@ not at the next step.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -411,6 +412,9 @@ class SimulatedInstance:
         else:
             left = command.quota_seconds - turn.done_seconds
             turn.steps = min(room, steps_until(left, turn.first, turn.growth))
+        if self._box.report_seconds < math.inf:
+            report = steps_until(self._box.report_seconds, turn.first, turn.growth)
+            turn.steps = min(turn.steps, report)
         self._plan_end(turn)
 
     def _plan_end(self, turn: SimulatedTurn) -> None:

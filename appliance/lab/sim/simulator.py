@@ -10,9 +10,10 @@ The same machine, requests and box make the same run, to the last bit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from appliance.errors import LabError
 from appliance.lab.hardware import Box, ModelProfile
@@ -45,6 +46,17 @@ from appliance.vocabulary import (
 )
 
 
+class Visit(NamedTuple):
+    """What a visitor of a run wants: to come again at a time, and another policy from now on."""
+
+    again: float
+    policy: Policy | None = None
+
+
+Visitor: TypeAlias = Callable[[float], Visit]
+"""Comes at the beginning, and when it said; gets the time of the virtual clock."""
+
+
 @dataclass(frozen=True, slots=True)
 class SimulationRun:
     """What happened, until `until` seconds of the virtual clock."""
@@ -74,15 +86,19 @@ def simulate(
     deviation: Deviation = EXACT,
     swaps: Iterable[tuple[float, Policy]] = (),
     lengths: MutableMapping[RequestId, int] | None = None,
+    visitor: Visitor | None = None,
 ) -> SimulationRun:
     """Run the machine on the box from 0 to `until` seconds.
 
     `profiles` has every model of the machine, on this kind of instance; `arrivals` come in the
     order of time. At the times of `swaps` other policies take over. `lengths` gets the true
-    length of every output when its request arrives: for a policy that is an oracle. Raises
+    length of every output when its request arrives: for a policy that is an oracle. A `visitor`
+    changes policies by what it sees meanwhile. Raises
     `LabError` when a command asks an instance for what cannot be, and what `Machine.handle` raises.
     """
     simulation = _Simulation(machine, box, profiles, arrivals, deviation, lengths)
+    if visitor is not None:
+        simulation.visit(visitor)
     return simulation.run(until, swaps)
 
 
@@ -148,6 +164,18 @@ class _Simulation:
             tp=self._box.tp,
             pool_bytes=self._box.slabs * self._box.slab_bytes,
         )
+
+    def visit(self, visitor: Visitor) -> None:
+        """Have it come now, and whenever it says."""
+        now = self._agenda.now
+        self._agenda.at(now, Rank.SWAP, partial(self._visited, visitor))
+
+    def _visited(self, visitor: Visitor) -> None:
+        now = self._agenda.now
+        again, policy = visitor(now)
+        if policy is not None:
+            self._swap(policy)
+        self._agenda.at(again, Rank.SWAP, partial(self._visited, visitor))
 
     def _tell(self) -> None:
         """Have the machine hear of everything that happened now, and its commands begun."""
