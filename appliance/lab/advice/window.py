@@ -63,6 +63,11 @@ class Window:
         begin = self.end - share * self.seconds
         return Window(max(self.warm_from, begin - WARMUP_SECONDS), begin, self.end)
 
+    def warmup(self, share: float) -> float:
+        """Of its last part, in windows."""
+        part = self.last(share)
+        return (part.begin - part.warm_from) / self.seconds
+
     def requests(self, setting: Setting) -> int:
         """How many are measured."""
         return sum(self.begin <= one.seconds <= self.end for one in setting.arrivals)
@@ -121,7 +126,7 @@ def _too_few(count: int, window: Window, since: float, minutes: float) -> str:
 def _check_times(found: JournalRecording, field: str) -> None:
     """Whether the journal says how long prompts and steps take."""
     rows = found.measured.values()
-    prompts = sum(len(one.prompts) for one in rows)
+    prompts = found.prompts
     turns = sum(len(one.steps) for one in rows)
     decodes = any(one.output_tokens > 1 for one in found.setting.arrivals)
     if prompts < ENOUGH or (decodes and turns < ENOUGH):

@@ -3,7 +3,8 @@
 What the journal does not say is taken as: a request that had not ended has the tokens it had got; a
 client that left would have left after as many tokens from any policy; the vector of a prompt that
 was embedded is a token; layers are loaded as evenly as in a model of `LAYERS` layers. Step times
-are fitted to the journal's own turns and prompts.
+are fitted to the journal's own turns and prompts. Where a policy always has prompts computed in
+turns that decode, what such turns take longer than their decoding is the prompts'.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -89,6 +91,8 @@ class JournalRecording:
     """The policies that decided then, each from when it was chosen."""
     measured: Mapping[ModelName, Measurements]
     """Its prompts and turns, as rows to fit times to."""
+    prompts: int
+    """From which it is known how long prompts take."""
     link_known: bool
     """Whether a load was seen from which the rate of the link is known."""
 
@@ -114,6 +118,7 @@ def recording(
         setting=reader.setting(),
         happened=reader.run(),
         measured=reader.measured,
+        prompts=reader.prompts,
         link_known=reader.link_known,
         contender=replace(
             contender_of(setup.policy),
@@ -137,6 +142,27 @@ class _Job:
     produced: int = 0
     read_tokens: int = 0
     """Tokens of KV that its decoding steps read, all together."""
+    decoded: int = 0
+    """Tokens of those that it produced, without the first ones of prompts."""
+    prompt_tokens: list[int] = field(default_factory=list)
+    """Of the prompts that it computed."""
+    known: bool = True
+    """Whether these are all."""
+
+
+class _Beside(NamedTuple):
+    """A turn that computed prompts beside decoding."""
+
+    steps: int
+    requests: float
+    """Mean of those that its steps decoded."""
+    kv_tokens: float
+    """Mean of those that its steps read."""
+    chunks: int
+    """Of its steps, those that computed prompts, at least."""
+    prompt_tokens: int
+    prompts: int
+    seconds: float
 
 
 def _scaled(profile: ModelProfile, seen: Measurements, turns: Sequence[int]) -> ModelProfile:
@@ -205,6 +231,7 @@ class _Reader:
         self.measured: defaultdict[ModelName, Measurements] = defaultdict(Measurements)
         self._turns: defaultdict[ModelName, list[int]] = defaultdict(list)
         """Steps of each turn in them."""
+        self._beside: defaultdict[ModelName, list[_Beside]] = defaultdict(list)
 
     def hear(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         if self._began is None and isinstance(event, RequestArrived):
@@ -277,7 +304,11 @@ class _Reader:
             if job is not None:
                 job.produced += count
                 if life is not None:
-                    job.read_tokens += count * life.kv_tokens + count * (count - 1) // 2
+                    read = count * life.kv_tokens + count * (count - 1) // 2
+                    job.read_tokens += read if life.produced else 0
+                    job.decoded += count if life.produced else count - 1
+                else:
+                    job.known = False
             if life is not None:
                 self.recorder.produced(life, self._now, 0.0, 0.0, count)
                 life.output_tokens = life.produced
@@ -286,7 +317,12 @@ class _Reader:
     def _on_prefill_done(self, event: PrefillDone) -> None:
         job = self._jobs.get(event.instance)
         life = self._lives.get(event.request)
-        if job is None or isinstance(job.command, RunTurn):
+        if job is None:
+            return
+        if isinstance(job.command, RunTurn):
+            if life is not None:
+                job.prompt_tokens.append(life.kv_tokens)
+            job.known &= life is not None
             return
         if life is not None and job.warm and event.seconds > 0 and self._learns:
             tokens = life.kv_tokens
@@ -308,6 +344,8 @@ class _Reader:
             self._turns[event.model].append(event.steps)
         elif not job.command.requests and event.steps == 1 and job.warm and self._learns:
             self._learn_prompts(event, job.command.prompts)
+        elif job.command.prompts and not event.drafted and self._learns:
+            self._learn_beside(event, job, job.command.chunk_tokens)
         self._computed(event.instance, event.model, job, event.seconds, event.steps)
 
     def _learn_prompts(self, event: TurnEnded, prompts: Sequence[RequestId]) -> None:
@@ -316,6 +354,30 @@ class _Reader:
         if len(tokens) == len(prompts) and event.seconds > 0:  # none has ended with its first token
             row = (sum(tokens), sum([count * count for count in tokens]), 1.0, event.seconds)
             self.measured[event.model].prompts.append(row)
+
+    def _learn_beside(self, event: TurnEnded, job: _Job, chunk_tokens: int) -> None:
+        """A turn that decoded and computed prompts, if it is known which, and it waited for no
+        weights."""
+        if not (job.warm and job.known and job.prompt_tokens and job.decoded):
+            return
+        steps, tokens = event.steps, sum(job.prompt_tokens)
+        self._beside[event.model].append(
+            _Beside(
+                steps=steps,
+                requests=job.decoded / steps,
+                kv_tokens=job.read_tokens / steps,
+                chunks=min(steps, max(1, -(-tokens // max(1, chunk_tokens)))),
+                prompt_tokens=tokens,
+                prompts=len(job.prompt_tokens),
+                seconds=event.seconds,
+            )
+        )
+
+    @property
+    def prompts(self) -> int:
+        """From which it is known how long prompts take."""
+        alone = sum(len(rows.prompts) for rows in self.measured.values())
+        return alone + sum(one.prompts for rows in self._beside.values() for one in rows)
 
     def _computed(
         self, instance: InstanceId, model: ModelName, job: _Job, seconds: float, steps: int
@@ -455,7 +517,30 @@ class _Reader:
             "shape": built.kv,
         }
         profile = msgspec.convert(sizes | times, ModelProfile)
+        if len(prompts.prompts) < ENOUGH and len(steps.steps) >= ENOUGH:
+            own_turns = self._beside[built.model]
+            everyones_turns = [one for rows in self._beside.values() for one in rows]
+            turns = own_turns if len(own_turns) >= ENOUGH else everyones_turns
+            profile = _with_prompts_beside(profile, turns)
         return _scaled(profile, own, self._turns[built.model])
+
+
+def _with_prompts_beside(profile: ModelProfile, turns: Sequence[_Beside]) -> ModelProfile:
+    """The profile with prompts that cost, for each token, what these turns took longer than their
+    decoding, and a step alone; as it is if there are too few. Sums are compared, not turns: of one
+    turn most is decoding, and varies more than its prompts take."""
+    if len(turns) < ENOUGH:
+        return profile
+    longer = math.fsum(
+        one.seconds - one.steps * profile.step_seconds(one.requests, one.kv_tokens) for one in turns
+    )
+    tokens = sum(one.prompt_tokens for one in turns)
+    return msgspec.structs.replace(
+        profile,
+        prefill_base_seconds=profile.step_seconds(0, 0),
+        prefill_seconds_per_token=max(0.0, longer / tokens),
+        prefill_seconds_per_token2=0.0,
+    )
 
 
 def _together(all_models: Iterable[Measurements]) -> Measurements:
