@@ -237,7 +237,10 @@ class _Search:
         replays = NOISY_REPLAYS if found.setting.deviation.noise else 1
         if not shares and replays > 1:
             shares = [1.0]
-        self._rungs = [*map(Rung, shares), Rung(1.0, replays)]
+        self._rungs = [
+            *(Rung(share, warmup=window.warmup(share)) for share in shares),
+            Rung(1.0, replays, window.warmup(1.0)),
+        ]
         self._halving = Halving(len(tried), self._rungs, budget_seconds)
         self._scores: defaultdict[tuple[int, int], list[Score]] = defaultdict(list)
         """By candidate and rung."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
+
 from appliance.vocabulary import Word
 
 BASELINE = 0
@@ -23,6 +25,14 @@ class Rung(Word, frozen=True):
 
     share: float
     replays: int = 1
+    """On the last rung: fewer if the budget does not suffice for the best candidate."""
+    warmup: float = 0.0
+    """That is replayed before, as a share of the window, too."""
+
+    @property
+    def length(self) -> float:
+        """Of a replay, in windows; what it costs goes by that."""
+        return self.share + self.warmup
 
 
 class Trial(NamedTuple):
@@ -40,6 +50,10 @@ class Dropped(NamedTuple):
     reason: str
 
 
+EXPECTED_CHALLENGERS = 12
+"""For so many at most, later rungs have their part of the budget kept. There are always more to try
+(each parameter of each policy), and those beyond come last."""
+
 OUT_OF_BUDGET = "the CPU time was used up"
 LOST = "others did better on a short replay"
 
@@ -55,12 +69,12 @@ class Halving:
         `ValueError` if there is no candidate or no rung."""
         if candidates < 1 or not rungs:
             raise ValueError("a search needs a baseline and a rung")
-        self._rungs = tuple(rungs)
+        self._rungs = list(rungs)
         self._budget = budget_seconds
         self._limits = _limits(candidates - 1, rungs, budget_seconds)
         self._spent = 0.0
         self._costs: dict[int, float] = {}
-        """CPU seconds of the newest replay of a candidate, over its share of the window."""
+        """CPU seconds of the newest replay of a candidate, over its length in windows."""
         self._scores: list[list[list[float]]] = [[[] for _ in rungs] for _ in range(candidates)]
         self.dropped: dict[int, Dropped] = {}
         """Candidates that were given up."""
@@ -122,14 +136,17 @@ class Halving:
 
     def _pay(self, trial: Trial, cpu_seconds: float) -> None:
         self._spent += cpu_seconds
-        self._costs[trial.candidate] = cpu_seconds / self._rungs[trial.rung].share
+        self._costs[trial.candidate] = cpu_seconds / self._rungs[trial.rung].length
 
     def _expected(self, candidate: int) -> float:
         """CPU time of all replays of a candidate on this rung: as its own, else as the baseline's;
         0 of the very first."""
-        cost = self._costs.get(candidate, self._costs.get(BASELINE, 0.0))
         rung = self._rungs[self._rung]
-        return cost * rung.share * rung.replays
+        return self._cost(candidate) * rung.length * rung.replays
+
+    def _cost(self, candidate: int) -> float:
+        """Of a window."""
+        return self._costs.get(candidate, self._costs.get(BASELINE, 0.0))
 
     def _left(self, candidate: int) -> float:
         limit = self._budget if candidate == BASELINE else self._limits[self._rung]
@@ -153,14 +170,27 @@ class Halving:
             self.dropped[number] = Dropped(self._rung, LOST)
         self._rung += 1
         self._queue = [BASELINE, *ranked[:kept]]
+        if self._rung + 1 == len(self._rungs):
+            self._afford(ranked[:1])
+
+    def _afford(self, best: Sequence[int]) -> None:
+        """Have the last rung take as many replays as there is budget for, of the baseline and the
+        best candidate, but one at least: one replay of both says more than three of none."""
+        rung = self._rungs[-1]
+        pair = rung.length * sum(self._cost(candidate) for candidate in (BASELINE, *best))
+        if pair > 0:
+            affordable = int((self._budget - self._spent) / pair)
+            replays = max(1, min(rung.replays, affordable))
+            self._rungs[-1] = msgspec.structs.replace(rung, replays=replays)
 
 
 def _limits(challengers: int, rungs: Sequence[Rung], budget_seconds: float) -> list[float]:
     """What may be spent until the end of each rung: so that later ones have their part of the
-    budget if replays cost by their length."""
+    budget if replays cost by their length, and the last one can be of one replay each."""
     weights = []
+    challengers = min(challengers, EXPECTED_CHALLENGERS)
     for rung in rungs:
-        weights.append(rung.share * rung.replays * (challengers + 1))
+        weights.append(rung.length * (challengers + 1))
         challengers = math.ceil(challengers / 2)
     return [budget_seconds * part / sum(weights) for part in accumulate(weights)]
 
