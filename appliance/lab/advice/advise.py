@@ -197,7 +197,7 @@ def _held_out(
     middle = arrived[len(arrived) // 2]
     half = window.last((window.end - middle) / window.seconds)
     before = recording(path, lambda seconds: seconds < middle, part)
-    replay = replayed(before.setting, half, contender_of(current_choice(found)), seed=0)
+    replay = replayed(before, half, contender_of(current_choice(found)), seed=0)
     if isinstance(replay, Failed):
         raise LabError(_failed_now(replay))
     return replay, observed(found, half)
@@ -273,9 +273,8 @@ class _Search:
             with self._meter.limited(self._halving.allowance_seconds(trial)):
                 if reason := _conflict(self._found.setting, choice):
                     return reason
-                found = replayed(
-                    self._found.setting, self._window.last(share), contender_of(choice), seed
-                )
+                window = self._window.last(share)
+                found = replayed(self._found, window, contender_of(choice), seed)
         except OutOfCpuTime:
             return "its replay took more CPU time than was left"
         except ApplianceError as error:

@@ -54,6 +54,9 @@ EXPECTED_CHALLENGERS = 12
 """For so many at most, later rungs have their part of the budget kept. There are always more to try
 (each parameter of each policy), and those beyond come last."""
 
+MARGIN = 1.5
+"""Times what the baseline's replay costs, that of another candidate is expected to cost at most."""
+
 OUT_OF_BUDGET = "the CPU time was used up"
 LOST = "others did better on a short replay"
 
@@ -149,8 +152,19 @@ class Halving:
         return self._costs.get(candidate, self._costs.get(BASELINE, 0.0))
 
     def _left(self, candidate: int) -> float:
-        limit = self._budget if candidate == BASELINE else self._limits[self._rung]
+        limit = self._budget
+        if candidate != BASELINE:
+            limit = min(self._limits[self._rung], limit - self._kept)
         return limit - self._spent
+
+    @property
+    def _kept(self) -> float:
+        """For the baseline's later replays, and one of another candidate on the last rung."""
+        later = self._rungs[self._rung + 1 :]
+        if not later:
+            return 0.0
+        lengths = sum(rung.length for rung in later) + MARGIN * later[-1].length
+        return self._cost(BASELINE) * lengths
 
     def _drop(self, candidate: int, reason: str) -> None:
         self.dropped[candidate] = Dropped(self._rung, reason)

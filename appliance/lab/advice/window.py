@@ -1,7 +1,8 @@
 """The last minutes of a journal: cut out of the day, replayed, and measured like what happened.
 
 Requests that come in the *warm-up* before the minutes are replayed, too, but not measured: when the
-minutes begin, models are loaded, requests wait and decode, and policies have seen some.
+minutes begin, models are loaded, requests wait and decode, and policies have seen some. What was
+live when the warm-up began comes first: a box that had a queue then begins with one.
 """
 
 from __future__ import annotations
@@ -143,13 +144,16 @@ def _check_times(found: JournalRecording, field: str) -> None:
         )
 
 
-def replayed(setting: Setting, window: Window, contender: Contender, seed: int) -> Score | Failed:
+def replayed(
+    found: JournalRecording, window: Window, contender: Contender, seed: int
+) -> Score | Failed:
     """What the policy makes of the window in the lab; its cost is that of `play`, which it raises
     from, too."""
+    setting = found.setting
+    came = [one for one in setting.arrivals if window.warm_from <= one.seconds <= window.end]
     arrivals = [
         msgspec.structs.replace(one, seconds=one.seconds - window.warm_from)
-        for one in setting.arrivals
-        if window.warm_from <= one.seconds <= window.end
+        for one in [*found.carried(window.warm_from), *came]
     ]
     cut = dataclasses.replace(
         setting,

@@ -96,6 +96,31 @@ class JournalRecording:
     link_known: bool
     """Whether a load was seen from which the rate of the link is known."""
 
+    def carried(self, seconds: float) -> list[Arrival]:
+        """What was live at a time, as requests that come then: with the tokens it had as part of
+        its prompt, and those to come as its output. O(tokens)."""
+        recorder, known = self.happened.recorder, self.setting.profiles
+        had = [0] * len(recorder.lives)
+        for number, start, count in zip(
+            recorder.requests, recorder.starts, recorder.counts, strict=True
+        ):
+            had[number] += count if start <= seconds else 0
+        return [
+            Arrival(
+                seconds=seconds,
+                model=life.model,
+                prompt_tokens=life.prompt_tokens + had[life.number],
+                output_tokens=max(1, life.output_tokens - had[life.number]),
+                request_class=life.request_class,
+                max_tokens=max(1, life.max_tokens - had[life.number]),
+                slo=life.slo,
+            )
+            for life in recorder.lives
+            if life.model in known
+            and life.arrived < seconds
+            and (life.ended is None or life.ended > seconds)
+        ]
+
 
 def recording(
     path: Path,

@@ -248,3 +248,36 @@ def test_models_that_were_added_are_there(tmp_path: Path) -> None:
 
     assert [model.name for model in after.models] == [model.name for model in before.models]
     assert len(after.arrivals) == len(before.arrivals)
+
+
+def test_what_was_live_at_a_time_is_carried_over(tmp_path: Path) -> None:
+    """As requests that come then: what each had got is part of its prompt, and the rest, in all as
+    many tokens as before, is still to come."""
+    run = write(tmp_path / "journal")
+    found = recording(tmp_path / "journal")
+    began = run.recorder.lives[0].arrived
+    middle = run.recorder.lives[60].arrived - began
+    live = [
+        life
+        for life in found.happened.recorder.lives
+        if life.arrived < middle and life.ended is not None and life.ended > middle
+    ]
+    carried = found.carried(middle)
+    assert len(carried) == len(live) > 1
+    for one, life in zip(carried, live, strict=True):
+        assert (one.seconds, one.model, one.slo) == (middle, life.model, life.slo)
+        whole = life.prompt_tokens + life.output_tokens
+        assert one.prompt_tokens + one.output_tokens == whole
+        assert one.prompt_tokens >= life.prompt_tokens
+    assert any(
+        one.prompt_tokens > life.prompt_tokens for one, life in zip(carried, live, strict=True)
+    )
+    assert found.carried(found.happened.until + 1) == []
+
+
+def test_prompts_that_are_only_computed_beside_decoding_have_times_too(tmp_path: Path) -> None:
+    """Under a policy that never computes a prompt alone, from what turns take longer with them."""
+    write(tmp_path / "journal", policy="appliance")
+    found = recording(tmp_path / "journal")
+    alone = sum(len(rows.prompts) for rows in found.measured.values())
+    assert found.prompts > alone

@@ -286,7 +286,7 @@ def test_a_replay_is_like_what_happened(right: Path) -> None:
     found = recording(right)
     window = window_of(found, 10.0)
     then = observed(found, window)
-    again = replayed(found.setting, window, Contender("appliance", ("appliance",)), seed=1)
+    again = replayed(found, window, Contender("appliance", ("appliance",)), seed=1)
     assert not hasattr(again, "questions")
     assert again.value == pytest.approx(then.value, abs=0.05)  # type: ignore[union-attr]
     assert again.refused == then.refused == 0  # type: ignore[union-attr]
