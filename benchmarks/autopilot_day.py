@@ -51,7 +51,7 @@ MANY = {
 HOT = {"hot": "Qwen2.5-7B"}
 TIGHT = {f"t{number}": "Qwen2.5-7B" for number in range(7)}
 SLOW = 4.0
-"""So many times slower than H100 the GPUs and their links are, so many times longer the targets, and
+"""So many times slower than H100 the GPUs and their links are, so many times longer the targets and
 so many times rarer the requests: a replay of a minute costs so much less."""
 
 

@@ -16,7 +16,7 @@ from appliance.hookspecs import hookimpl
 from appliance.lab.experiments.metrics import measure
 from appliance.lab.experiments.run import Contender, Setting, System, play
 from appliance.lab.hardware import Box, gpu, profile
-from appliance.lab.sim.simulator import SimulationRun, simulate
+from appliance.lab.sim.simulator import SimulationRun, Visit, simulate
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.plugins.aegaeon import Aegaeon
@@ -43,6 +43,7 @@ from appliance.vocabulary import (
     RequestArrived,
     RequestClass,
     Ticked,
+    TokensProduced,
 )
 from tests.unit.lab import bench as lab_bench
 from tests.unit.lab.bench import SLAB, SLO
@@ -285,6 +286,40 @@ def test_another_policy_takes_over_in_mid_run() -> None:
     outcomes = {life.outcome for life in done.recorder.lives if life.arrived > 20.0}
     assert outcomes == {"overloaded"}
     assert {life.outcome for life in done.recorder.lives if life.arrived < 20.0} == {"stop"}
+
+
+def test_a_visitor_says_when_another_policy_takes_over() -> None:
+    """And when it comes again; it changes nothing but by the policy that it answers."""
+    box, profiles = lab_bench.box(2), {name: lab_bench.profile(name) for name in MODELS}
+    visits: list[float] = []
+
+    def visitor(now: float) -> Visit:
+        visits.append(now)
+        refusing = PolicyStack({"refusing": Refusing(), "built-in": Aegaeon()})
+        return Visit(now + 10.0, refusing if now == 20.0 else None)
+
+    visited = simulate(machine("aegaeon", 2), box, profiles, arrivals(60), 35.0, visitor=visitor)
+    swap = (20.0, PolicyStack({"refusing": Refusing(), "built-in": Aegaeon()}))
+    swapped = simulate(machine("aegaeon", 2), box, profiles, arrivals(60), 35.0, swaps=[swap])
+    assert visits == [0.0, 10.0, 20.0, 30.0]
+    assert visited.recorder == swapped.recorder
+    assert "overloaded" in {life.outcome for life in visited.recorder.lives}
+
+
+def test_tokens_can_be_reported_more_often() -> None:
+    """No step is reported later than so long after it began, or than its own end."""
+    made = machine("aegaeon", 1)
+    box = msgspec.structs.replace(lab_bench.box(1), report_seconds=0.1)
+    profiles = {name: lab_bench.profile(name) for name in MODELS}
+    one = Arrival(seconds=0.0, model="a", prompt_tokens=8, output_tokens=120)
+    done = simulate(made, box, profiles, [one], 1e4)
+    times = [now for now, event, _ in made.journal if isinstance(event, TokensProduced)]
+    step = lab_bench.profile().step_seconds(1, 128)
+    assert max(after - before for before, after in pairwise(times)) < 0.1 + step
+    plain = machine("aegaeon", 1)
+    before = simulate(plain, lab_bench.box(1), profiles, [one], 1e4)
+    assert len(times) > 2 * sum(isinstance(e, TokensProduced) for _, e, _ in plain.journal)
+    assert done.recorder.lives[0].ended == pytest.approx(before.recorder.lives[0].ended)
 
 
 def test_weights_that_the_host_has_no_room_for_come_from_the_disk() -> None:
