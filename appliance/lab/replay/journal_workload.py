@@ -176,7 +176,7 @@ class _Job:
 
 
 class _Beside(NamedTuple):
-    """A turn that computed prompts beside decoding."""
+    """A turn that computed prompts in steps that decode."""
 
     steps: int
     requests: float
