@@ -32,7 +32,8 @@ from appliance.daemon.autopilot.control import (
 from appliance.daemon.autopilot.promise_count import PromiseCount
 from appliance.daemon.requests import REFUSED
 from appliance.journal import Journal, Setup
-from appliance.lab.advice.__main__ import answer_within
+from appliance.lab.advice.__main__ import answer_of
+from appliance.lab.advice.advise import Meter, advise
 from appliance.lab.advice.cpu_time import OutOfCpuTime
 from appliance.lab.experiments.run import Setting
 from appliance.lab.sim.simulator import SimulationRun, Visit, simulate
@@ -187,6 +188,13 @@ class EventMeter:
 
         with patch.object(Machine, "handle", counted):
             yield
+
+
+def answer_within(
+    journal: Path, window_seconds: float, cpu_seconds: float, meter: Meter
+) -> ReplayAnswer:
+    """What the autopilot's process would answer, with all of its CPU time for replays."""
+    return answer_of(lambda: advise(journal, window_seconds / 60, cpu_seconds, meter))
 
 
 @dataclass(frozen=True)

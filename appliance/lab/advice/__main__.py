@@ -14,8 +14,10 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +31,9 @@ from appliance.platform.children import (
 )
 from appliance.service.autopilot import Recommendation, ReplayAnswer
 from appliance.service.policy_report import PolicyChoice
+
+if TYPE_CHECKING:
+    from appliance.lab.advice.advise import Advice
 
 MEMORY_BYTES = 4 << 30
 """Of its own at most. A journal that needs more ends it."""
@@ -79,8 +84,15 @@ def answer(
 
     left = hard_cpu_seconds - time.process_time() - LAST_SECONDS
     seconds = max(LAST_SECONDS, min(cpu_seconds, left))
+    return answer_of(
+        partial(advise, journal, window_seconds / 60, seconds, CpuMeter(), also=also)
+    )
+
+
+def answer_of(advise: Callable[[], Advice]) -> ReplayAnswer:
+    """What it says, as the daemon is told."""
     try:
-        found = advise(journal, window_seconds / 60, seconds, CpuMeter(), also=also)
+        found = advise()
     except ApplianceError as error:
         return ReplayAnswer(error=_by_key(str(error)))
     said = found.verdict
