@@ -105,7 +105,8 @@ def test_whole_requests_on_a_shared_box(tmp_path: Path) -> None:
     box = lab_bench.box(2)
     slow = replace(box, gpu=replace(box.gpu, pcie_bytes_per_second=4 * lab_bench.SLAB))
     write(tmp_path / "journal", policy="serverlessllm", noise=0.1, box=slow)
-    found = advice(tmp_path / "journal")
+    # For `StepMeter` a short replay costs as much as a long one, so more is kept for the last rung.
+    found = advice(tmp_path / "journal", seconds=60.0)
     assert found.verdict.candidate is not None
     assert found.verdict.candidate.choice.use in {("appliance",), ("muxserve",), ("prism",)}
     assert found.verdict.gain > found.verdict.error > 0.02
@@ -230,7 +231,7 @@ def test_the_lab_reads_on_until_it_has_seen_a_load(right: Path, tmp_path: Path) 
     assert not recording(quiet, part=last_part(quiet, 90.0)).link_known
     found = advice(quiet, seconds=8.0, minutes=0.5)
     assert found.seconds == pytest.approx(30.0)
-    assert found.rows[0].replays == 3
+    assert found.rows[0].share == 1.0
 
 
 def test_policies_that_are_not_installed(wrong: Path, tmp_path: Path) -> None:
