@@ -191,10 +191,11 @@ class EventMeter:
 
 
 def answer_within(
-    journal: Path, window_seconds: float, cpu_seconds: float, meter: Meter
+    journal: Path, window_seconds: float, asked: StartReplay, meter: Meter
 ) -> ReplayAnswer:
     """What the autopilot's process would answer, with all of its CPU time for replays."""
-    return answer_of(lambda: advise(journal, window_seconds / 60, cpu_seconds, meter))
+    minutes, seconds = window_seconds / 60, asked.cpu_seconds
+    return answer_of(lambda: advise(journal, minutes, seconds, meter, also=asked.also))
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ class Autopilot:
         self.machine.flush_journal()
         meter = EventMeter()
         journal, window = Path(self.terms.journal), self.terms.window_seconds
-        answer = answer_within(journal, window, asked.cpu_seconds, meter)
+        answer = answer_within(journal, window, asked, meter)
         took = START_CPU_SECONDS + meter.seconds()
         self._replay = Replay(now + took, answer)
         self.replays.append({"at": now, "seconds": took, **msgspec.to_builtins(answer)})

@@ -84,9 +84,7 @@ def answer(
 
     left = hard_cpu_seconds - time.process_time() - LAST_SECONDS
     seconds = max(LAST_SECONDS, min(cpu_seconds, left))
-    return answer_of(
-        partial(advise, journal, window_seconds / 60, seconds, CpuMeter(), also=also)
-    )
+    return answer_of(partial(advise, journal, window_seconds / 60, seconds, CpuMeter(), also=also))
 
 
 def answer_of(advise: Callable[[], Advice]) -> ReplayAnswer:
