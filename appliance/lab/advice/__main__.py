@@ -88,7 +88,7 @@ def answer(
 
 
 def answer_of(advise: Callable[[], Advice]) -> ReplayAnswer:
-    """What it says, as the daemon is told."""
+    """What it says, as the daemon reads it."""
     try:
         found = advise()
     except ApplianceError as error:
