@@ -103,6 +103,7 @@ def test_what_keeps_less_is_taken_back(
     assert at < tiny.seconds
 
 
+@pytest.mark.thorough
 def test_a_day_is_the_same_each_time(tiny: Setting, tmp_path: Path) -> None:
     """With real replays, too: their cost is counted, not timed."""
     one, two = (
