@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from appliance.daemon.autopilot.control import StartReplay
 from appliance.journal import read
 from appliance.journal import replay as replayed
 from appliance.lab.advice.cpu_time import OutOfCpuTime
@@ -40,10 +41,10 @@ def advising(
     monkeypatch: pytest.MonkeyPatch, chosen: PolicyChoice, current: PolicyChoice
 ) -> list[float]:
     """Have every replay recommend it; the CPU time that each was given."""
-    asked = []
+    asked: list[float] = []
 
-    def answer(journal: Path, window: float, seconds: float, meter: object) -> ReplayAnswer:
-        asked.append(seconds)
+    def answer(journal: Path, window: float, wanted: StartReplay, meter: object) -> ReplayAnswer:
+        asked.append(wanted.cpu_seconds)
         return ReplayAnswer(
             found=Recommendation(
                 current=current,
