@@ -9,6 +9,7 @@ import httpx
 import pytest_asyncio
 
 from tests.frontend.stand_in_core import StandInCore
+from tests.patience import PATIENCE_SECONDS
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -22,5 +23,5 @@ async def core(shared: StandInCore) -> StandInCore:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as client:
         yield client

@@ -50,7 +50,7 @@ ASKED: dict[str, Any] = {
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as client:
         yield client
 
 
@@ -384,10 +384,13 @@ async def test_a_refusal_is_a_status_and_no_broken_stream(
 async def test_no_comment_before_the_time_of_one(
     core: StandInCore, http: httpx.AsyncClient
 ) -> None:
+    """None at all, unless the machine keeps one of the processes waiting for so long."""
+    begun = asyncio.get_running_loop().time()
     async with http.stream("POST", CHAT, json=ASKED | {"stream": True}) as answer:
         text = (await answer.aread()).decode()
-    assert text.startswith("data: ")
-    assert "keep-alive" not in text
+    most = int((asyncio.get_running_loop().time() - begun) / KEEP_ALIVE_SECONDS)
+    assert most or text.startswith("data: ")
+    assert text.count("keep-alive") <= most
 
 
 async def test_a_stream_that_waits_for_its_admission_is_kept_alive(
@@ -640,7 +643,7 @@ async def test_a_front_end_drains_and_ends_with_its_last_answer(
     async with front_end(models[:1]) as core:
         core.hold_at = lambda submit: 1
         assert core.process is not None
-        async with httpx.AsyncClient(base_url=core.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
             asked = {name: value for name, value in ASKED.items() if name != "model"}
             asking = asyncio.create_task(http.post(CHAT, json=asked))
             await core.seen(Submit)
@@ -651,14 +654,14 @@ async def test_a_front_end_drains_and_ends_with_its_last_answer(
             answer = await asking
             assert answer.status_code == 200
             assert answer.headers["connection"] == "close"
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 assert await core.process.wait() == 0
 
 
 async def test_a_front_end_ends_with_its_core(models: tuple[FrontModel, ...]) -> None:
     async with front_end(models[:1]) as core:
         core.hold_at = lambda submit: 1
-        async with httpx.AsyncClient(base_url=core.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
             asking = asyncio.create_task(http.post(CHAT, json=ASKED))
             await core.seen(Submit)
             assert await core.end() == 0
@@ -684,7 +687,7 @@ async def test_a_core_that_ends_before_it_admits_is_no_defect(
             await core.begin(errors=errors)
             await core.ready()
             core.admitting.clear()
-            async with httpx.AsyncClient(base_url=core.url, timeout=60) as http:
+            async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
                 asking = asyncio.create_task(http.post(path, json=body | {"stream": stream}))
                 await core.seen(Submit)
                 assert await core.end() == 0
@@ -707,7 +710,7 @@ async def test_another_version_of_the_core_ends_a_front_end(
     try:
         await core.begin()
         assert core.process is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await core.process.wait() == 1
         assert not core.said(Ready)
     finally:

@@ -38,6 +38,7 @@ from appliance.http.errors import BadRequest
 from appliance.service.front_frames import Welcome
 from tests.frontend.conftest import model_at
 from tests.frontend.pictures import encoded, picture
+from tests.patience import PATIENCE_SECONDS
 
 MIB: Final = 1 << 20
 LONG_HEADS: Final = {
@@ -61,7 +62,7 @@ def test_long_heads_are_refused(name: str) -> None:
     begun = time.process_time()
     with pytest.raises(BadImage):
         checked_size(LONG_HEADS[name])
-    assert time.process_time() - begun < 2
+    assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ async def test_a_client_has_one_turn() -> None:
 
     tasks = [asyncio.create_task(work("one", call)) for call in calls["one"]]
     tasks += [asyncio.create_task(work(name, calls[name][0])) for name in ("other", "third")]
-    async with asyncio.timeout(60), news:
+    async with asyncio.timeout(PATIENCE_SECONDS), news:
         await news.wait_for(lambda: len(held) == AT_ONCE)
         assert held == [calls["one"][0], calls["other"][0]]
         held[0].submit("a")
@@ -171,7 +172,7 @@ async def test_an_answer_that_is_not_read() -> None:
         asyncio.create_task(front.run(Call(i), scope, send, body, asyncio.Event()))
         for i in range(AT_ONCE + 1)
     ]
-    async with asyncio.timeout(60), news:
+    async with asyncio.timeout(PATIENCE_SECONDS), news:
         await news.wait_for(lambda: len(sending) == len(tasks))
     read.set()
     await asyncio.gather(*tasks)
@@ -190,7 +191,7 @@ async def test_a_turn_lasts_as_long_as_its_thread(
     def work(*asked: object) -> dict[int, str]:
         at_work.append(asked)
         begun.release()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_SECONDS)
         return {}
 
     # More threads than what is begun too early needs.
@@ -217,7 +218,7 @@ async def test_a_turn_lasts_as_long_as_its_thread(
 
         first = [asyncio.create_task(ask(number)) for number in range(AT_ONCE)]
         for _ in first:
-            assert await asyncio.to_thread(begun.acquire, timeout=60)
+            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_SECONDS)
         if leaves:
             for task in first:
                 task.cancel()
@@ -228,6 +229,6 @@ async def test_a_turn_lasts_as_long_as_its_thread(
             await asyncio.wrap_future(threads.submit(int))
         assert len(at_work) == AT_ONCE
         go_on.set()
-        await asyncio.wait_for(asyncio.gather(*second), 60)
+        await asyncio.wait_for(asyncio.gather(*second), PATIENCE_SECONDS)
         await asyncio.gather(*first, return_exceptions=True)
     assert len(at_work) == 3 * AT_ONCE

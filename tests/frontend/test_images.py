@@ -31,6 +31,7 @@ from tests.engine.with_images import (
 from tests.frontend.conftest import model_at
 from tests.frontend.pictures import encoded, picture, url_of
 from tests.frontend.stand_in_core import StandInCore, front_end
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -71,7 +72,7 @@ async def core(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
 async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
     core.frames.clear()
     core.script()
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as client:
         yield client
 
 

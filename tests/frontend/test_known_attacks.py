@@ -38,6 +38,7 @@ from tests.hostile.published import (
     pickled,
     templates,
 )
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -50,7 +51,7 @@ LISTENING = "0A"
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def http(core: StandInCore) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as client:
         yield client
 
 

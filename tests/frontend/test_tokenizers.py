@@ -13,6 +13,7 @@ import pytest
 
 from tests.frontend.conftest import model_at
 from tests.frontend.stand_in_core import front_end
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -93,7 +94,7 @@ async def test_a_chat_is_tokenized_and_answered(
     expected = get_tokenizer(str(path)).encode(TEXT)
     async with front_end([model_at(path, "m")]) as core:
         core.saying = lambda submit: [70, 71, 72]
-        async with httpx.AsyncClient(base_url=core.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
             found = await http.post("/tokenize", json={"model": "m", "prompt": TEXT})
             assert found.json()["tokens"] == expected
             back = await http.post("/detokenize", json={"model": "m", "tokens": expected})

@@ -16,6 +16,7 @@ from appliance.frontend.counts import most_characters
 from appliance.frontend.serving.trimmed_text import trim_before_tokens
 from appliance.service.front_frames import FrontModel, Submit
 from tests.frontend.stand_in_core import StandInCore
+from tests.patience import PATIENCE_SECONDS
 
 WORDS = "one two three four five six seven " * 10_000
 
@@ -89,7 +90,7 @@ async def test_the_tokens_are_those_of_the_whole_text(
 ) -> None:
     asked = {"model": "talker", "prompt": WORDS, "max_tokens": 1, "truncate_prompt_tokens": most}
 
-    async with httpx.AsyncClient(base_url=core.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as client:
         answer = await client.post("/v1/completions", json=asked)
 
     assert answer.status_code == 200, answer.text

@@ -127,9 +127,11 @@ def start(
     models: Sequence[str] | None = None,
     more: str = "",
     tool_parser: str = "",
+    budget: str = "",
 ) -> Iterator[Appliance]:
     """A daemon of its own, on a free port, with a journal, a folder for batches, and `more` of a
-    configuration; gone afterwards. All models have the `tool_parser`, if one is named."""
+    configuration; gone afterwards. All models have the `tool_parser`, if one is named; a policy
+    that is not ours has the `budget` for an answer, if one is given."""
     file = write_config(
         checkpoints, models, policy=policy, instances=instances, bind=f"127.0.0.1:{free_port()}"
     )
@@ -137,6 +139,8 @@ def start(
     batches = checkpoints.with_name(f"{checkpoints.name}-batches-{policy}-{instances}")
     tables = f"[journal]\npath = {str(journal)!r}\n[batches]\ndirectory = {str(batches)!r}\n"
     text = file.read_text()
+    if budget:
+        text = text.replace("[policy]\n", f"[policy]\nbudget = {budget!r}\n")
     if tool_parser:
         text = with_tool_parser(text, tool_parser)
     file.write_text(f"{text}\n{more}\n{tables}")

@@ -66,6 +66,8 @@ def test_models_come_and_go_under_load(
 
     of_leaving = [chat for chat in chats if chat.model == LEAVING]
     longest = max(of_leaving, key=lambda chat: len(expected[chat]))
+    # It still runs when the command to remove its model has come.
+    endless = ChatRequest(LEAVING, "Tell me everything", 800, ignore_eos=True)
 
     def run(url: str, *line: str) -> str:
         result = CliRunner().invoke(cli, [*line, "--url", url])
@@ -92,13 +94,21 @@ def test_models_come_and_go_under_load(
             "1 applied, 0 wait for a restart",
             "success",
         )
-        running = asyncio.Event()
-        last = asyncio.create_task(send(url, [longest], lambda _: running.set()))
+        heard, running = set[ChatRequest](), asyncio.Event()
+
+        def hear(answer: TimedAnswer) -> None:
+            heard.add(answer.chat)
+            if len(heard) == 2:
+                running.set()
+
+        last = asyncio.create_task(send(url, [longest, endless], hear))
         await running.wait()
         removing = asyncio.create_task(asyncio.to_thread(run, url, "rm", LEAVING, "--json"))
         answered = await send(url, late, lambda _: None)
         assert json.loads(await removing)["live"] > 0
-        return await sending, [*await last, *answered]
+        longest_answer, endless_answer = await last
+        assert (endless_answer.error, len(endless_answer.tokens)) == (None, 800)
+        return await sending, [longest_answer, *answered]
 
     config = load_config(file)
     with (

@@ -223,6 +223,7 @@ async def on_all(
     daemon: Daemon, front_ends: set[int]
 ) -> AsyncIterator[list[tuple[Stream, asyncio.Task[None]]]]:
     """Streams that are well under way, until each of `front_ends` has one."""
+    await _until_all_answer(daemon, front_ends)
     async with AsyncExitStack() as stack:
         streams: list[tuple[Stream, asyncio.Task[None]]] = []
         for key in USERS:
@@ -234,6 +235,22 @@ async def on_all(
         for stream, _ in streams:
             await stream.under_way.wait()
         yield streams
+
+
+async def _until_all_answer(daemon: Daemon, front_ends: set[int]) -> None:
+    """Until each of them has answered: one that was forked just now is not ready yet, and gets no
+    connection. Those that were answered stay open, so that the next one goes to another."""
+    answering = set[int]()
+    body = _asked(USERS[-1], 1) | {"stream": False}
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_SECONDS):
+        while answering != front_ends:
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=daemon.url, timeout=PATIENCE_SECONDS)
+            )
+            answer = await client.post(CHAT, json=body, headers=_key(USERS[-1]))
+            assert answer.status_code == 200, answer.text
+            address = answer.extensions["network_stream"].get_extra_info("client_addr")
+            answering.add(await asyncio.to_thread(_holder, daemon, address))
 
 
 def test_the_daemon_goes_last_when_memory_runs_out(daemon: Daemon) -> None:

@@ -89,19 +89,19 @@ async def test_a_clock_that_jumps_changes_no_answer(
 
     assert [produced.token async for batch in stream for produced in batch] == [*range(1, 9)]
     assert stream.times is not None
-    assert all(0 <= seconds < 1 for seconds in stream.times.phases.values())
+    assert all(0 <= seconds < PATIENCE_SECONDS for seconds in stream.times.phases.values())
     assert box.daemon.readiness().ok
     numbers = [notice.number for notice in box.daemon.feed._ring]
     assert numbers == sorted(set(numbers))
     assert numbers[-1] > before
-    assert box.samples("vllm:e2e_request_latency_seconds_sum")["model_name=a"] < 1
+    assert box.samples("vllm:e2e_request_latency_seconds_sum")["model_name=a"] < PATIENCE_SECONDS
     await traces.stop()
     spans = exporter.get_finished_spans()
     assert spans
     for span in spans:
         assert span.start_time is not None
         assert span.end_time is not None
-        assert 0 <= span.end_time - span.start_time < 1e9
+        assert 0 <= span.end_time - span.start_time < PATIENCE_SECONDS * 1e9
 
 
 LOG_TO_A_FULL_DISK = """
@@ -114,9 +114,9 @@ def held():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
 log.info("request", extra={"fields": {"text": "x" * 1000}})
 before = held()
-for _ in range(5000):
+for _ in range(10_000):
     log.info("request", extra={"fields": {"text": "x" * 1000}})
-print(held() - before < 2_000_000)
+print(held() - before < 6_000_000)
 """
 
 

@@ -30,13 +30,17 @@ from appliance.http.connections import Connection
 from appliance.http.errors import ApiError
 from appliance.platform.admin_socket import open_socket
 from appliance.platform.tls import LiveTls, Pair, read_pair
-from appliance.service.front_frames import LARGE_BYTES, Down, Handover, Hello, Ready, Up
+from appliance.service.front_frames import LARGE_BYTES, Down, Handover, Hello, Pong, Ready, Up
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles import front_end as front_end_double
 from tests.unit.doubles.certificates import certify
+from tests.unit.doubles.loop_clock import movable_clock
 
-QUICK = Patience(ping_seconds=0.01, slow_seconds=0.05, unanswered_pings=1_000_000)
-IMPATIENT = Patience(ping_seconds=0.01, slow_seconds=0.05, unanswered_pings=20)
+SLOW_SECONDS = 60.0
+QUICK = Patience(ping_seconds=0.01, slow_seconds=SLOW_SECONDS, unanswered_pings=1_000_000)
+"""Whoever owes an answer is found slow when a test moves the clock: no process of this machine that
+is kept waiting for a moment."""
+IMPATIENT = Patience(ping_seconds=0.01, slow_seconds=SLOW_SECONDS, unanswered_pings=1000)
 SILENT = Patience(ping_seconds=1e6, slow_seconds=1e6, unanswered_pings=1_000_000)
 """Front ends do not say what they have."""
 CHAT = "/v1/chat/completions"
@@ -48,6 +52,7 @@ class SessionDouble:
     def __init__(self, send: Callable[[Down], None], is_operator: Callable[[int], bool]) -> None:
         self.is_operator = is_operator
         self.pid = 0
+        self.pongs = 0
         self.drains = 0
         self.over = False
         self.streams: dict[int, tuple[socket.socket, bytes]] = {}
@@ -57,6 +62,8 @@ class SessionDouble:
         if isinstance(frame, Hello):
             self.pid = frame.pid
             self._send(front_end_double.WELCOME)
+        elif isinstance(frame, Pong):
+            self.pongs += 1
 
     def stream_begun(self, call: int, connection: socket.socket, ending: bytes, /) -> None:
         assert not self.over
@@ -92,6 +99,14 @@ class House:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not true():  # noqa: ASYNC110 - processes tell of themselves when they like
                 await asyncio.sleep(0.005)
+
+    async def answers_pings(self, pid: int) -> None:
+        """Return when this front end has answered a ping that was sent since: so was one to each of
+        the others."""
+        (session,) = (one for one in self.sessions if one.pid == pid)
+        before = session.pongs
+        # The first answer may be to a ping that was on its way.
+        await self.until(lambda: session.pongs >= before + 2)
 
     async def pids(self, count: int) -> list[int]:
         """Of the front ends that live, when there are so many."""
@@ -257,11 +272,14 @@ async def test_large_bodies_keep_to_half_of_the_front_ends(count: int, kept: int
         assert count == 1 or not busy & others
 
 
-async def test_one_that_hangs_gets_no_connections() -> None:
+async def test_one_that_hangs_gets_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others answer, and so does the core; when all hang, the next connection still has one."""
+    move = movable_clock(monkeypatch)
     async with serving(2) as house:
         stuck, well = await house.pids(2)
         os.kill(stuck, signal.SIGSTOP)
+        await house.answers_pings(well)
+        move(SLOW_SECONDS + 1)
         await house.until(lambda: house.supervisor.slow == 1)
 
         answers = [await house.ask() for _ in range(8)]
@@ -271,7 +289,9 @@ async def test_one_that_hangs_gets_no_connections() -> None:
         assert alive["core"] == "/livez"
 
         os.kill(well, signal.SIGSTOP)
-        await house.until(lambda: house.supervisor.slow == 2)
+        while house.supervisor.slow < 2:
+            move(SLOW_SECONDS + 1)
+            await asyncio.sleep(0.02)
         late = asyncio.create_task(house.ask())
         await house.ask("/livez")
         os.kill(stuck, signal.SIGCONT)
@@ -280,12 +300,15 @@ async def test_one_that_hangs_gets_no_connections() -> None:
         assert (await late)["pid"] in (stuck, well)
 
 
-async def test_one_that_hangs_for_long_is_replaced() -> None:
+async def test_one_that_hangs_for_long_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed."""
+    move = movable_clock(monkeypatch)
     async with serving(1, IMPATIENT) as house:
         (stuck,) = await house.pids(1)
         os.kill(stuck, signal.SIGSTOP)
-        await house.until(lambda: house.sessions[0].over)
+        while not house.sessions[0].over:
+            move(IMPATIENT.ping_seconds)
+            await asyncio.sleep(0)
 
         (other,) = await house.pids(1)
 

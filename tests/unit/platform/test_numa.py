@@ -225,7 +225,8 @@ def test_a_tier_that_cannot_be_placed_can_be_used() -> None:
     with pytest.raises(PermissionError):
         tier.spread([0, 1], refuse)
 
-    assert Path("/proc/self/maps").read_text().count("appliance-host") == before
+    # What earlier tests left mapped may be collected meanwhile.
+    assert Path("/proc/self/maps").read_text().count("appliance-host") <= before
     tier.view(0, 1)[0] = 7
     tier.close()
 

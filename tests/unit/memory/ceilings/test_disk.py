@@ -59,4 +59,5 @@ def test_files_are_closed_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         measure_disk([path, tmp_path / "none"])
 
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    # What earlier tests left open may be collected meanwhile.
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
