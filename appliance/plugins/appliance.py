@@ -23,9 +23,9 @@ from msgspec import Meta
 from appliance.hookspecs import hookimpl
 from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
-from appliance.plugins.homes import Homes, HomeSeeker
+from appliance.plugins.homes import Homes, find_seekers
+from appliance.plugins.lone_model import LoneModel
 from appliance.plugins.shedding import (
-    Estimate,
     OwnCosts,
     Shed,
     Shedding,
@@ -39,10 +39,11 @@ from appliance.scheduling.policy_api import (
     BatchView,
     ClusterView,
     Costs,
+    DecodingView,
     Fleet,
     GroupView,
     InstanceView,
-    ModelView,
+    Migration,
     Phase,
     Placement,
     PlannedTurn,
@@ -69,8 +70,9 @@ another one goes on: each switch between them moves KV."""
 PROMPTS_IN_GAPS = 0.7
 """Where streams are promised a longest gap, prompts are due after this share of their TTFT target:
 else they would wait for streams, which are always due soon, until they are late."""
-LEAST_RATE = 0.01
-"""Requests a second that a model is expected to get at least."""
+APART_TURN_SECONDS = 0.1
+"""The longest turn of a model whose instances prefill or decode: requests whose KV comes from
+elsewhere join with the next turn."""
 RENEWED = 16
 """Not more than this part of the models is looked up anew at once."""
 
@@ -142,6 +144,10 @@ class Expected:
     answers_seconds: dict[int, float]
     """What so many answers of usual length take that share their steps."""
 
+    def of_prompt(self, tokens: int) -> float:
+        """Seconds that a prompt takes."""
+        return self.prompt_seconds + tokens * self.prompt_seconds_per_token
+
 
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """What can be set. A question costs O(groups + batches) of the instances that changed since
@@ -194,6 +200,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._placements: list[Placement] = []
         self._behind: set[InstanceId] = set()
         self._shedding = Shedding()
+        self._lone = LoneModel(self.margin, self.longest_step, float(self.output_tokens))
 
     # --- where requests go -----------------------------------------------------------------------
 
@@ -215,6 +222,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         )
         if self._homes.are_due(now, there):
             self._placements = self._plan_homes(cluster, costs)
+        self._lone.plan(now, cluster, costs)
         return self._placements
 
     def _plan_homes(self, cluster: ClusterView, costs: Costs) -> list[Placement]:
@@ -222,11 +230,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         homes = self._homes
         homes.plan(
             {view.id: view.total_bytes for view in cluster.instances if view.up},
-            [
-                self._seeker(model, costs)
-                for model in cluster.models
-                if self._is_tight(model, costs)
-            ],
+            find_seekers(cluster.models, costs, self.home_share, self.output_tokens),
         )
         rest = frozenset([model.name for model in cluster.models]).difference(homes.of)
         return [
@@ -234,44 +238,17 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             for view in cluster.instances
         ]
 
-    def _is_tight(self, model: ModelView, costs: Costs) -> bool:
-        """Whether a request that finds the model's weights away is late, or nearly so."""
-        return costs.switch_seconds(model.name) > self.home_share * model.slo.ttft_seconds
-
-    def _seeker(self, model: ModelView, costs: Costs) -> HomeSeeker:
-        demand = self._demand(model, costs)
-        return HomeSeeker(model.name, demand, model.weight_bytes, model.instances)
-
-    def _demand(self, model: ModelView, costs: Costs) -> float:
-        """The share of an instance that the model needs to be in time: its prompts, and steps at
-        the pace of its TBT target while it has requests, if those come as a Poisson process."""
-        rate, prompt = LEAST_RATE, 1.0
-        output = model.output_tokens or self.output_tokens
-        if model.arrivals_per_second > LEAST_RATE:
-            rate = model.arrivals_per_second
-            prompt = max(1.0, model.tokens_per_second / rate - output)
-        tbt = model.slo.tbt_seconds
-        running = rate * output * tbt
-        step = costs.step_seconds(model.name, max(1, round(running)))
-        prompts = rate * costs.prefill_seconds(model.name, round(prompt))
-        return prompts + (1 - math.exp(-running)) * step / tbt
-
     @hookimpl
     def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet | None:
         """As few instances as will do, if it is to park any. Those with homes need all."""
         if not self.park:
             return None
-        demands = {model.name: self._arriving(model, costs) for model in cluster.models}
+        demands = parking.find_demands(cluster.models, costs, self.output_tokens)
         asked = parking.read(now, cluster, costs, demands)
         needed = self._parking.open_instances(now, asked, len(cluster.instances))
         if len(self._homes.of) > 1 or not parking.may_park(cluster):
             needed = len(cluster.instances)
         return parking.fleet(cluster, needed)
-
-    def _arriving(self, model: ModelView, costs: Costs) -> float:
-        """The demand of a model by its interactive requests; 0 while hardly any come."""
-        asked = parking.interactive(model)
-        return self._demand(asked, costs) if asked.arrivals_per_second > LEAST_RATE else 0.0
 
     @hookimpl
     def prefill(
@@ -284,6 +261,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         crowd, it would keep requests of a model from gathering. If requests are shed and its first
         token would be late there: where that comes first. Hopeless requests are refused."""
         model = request.model
+        self._lone.note(request)
+        if self._lone.is_apart(model):
+            view = self._lone.prefill(now, request, instances, costs)
+            if view is not None:
+                return PrefillChoice(instance=view.id, group=_own_group(now, request, view))
         expected = self._expect(model, now, costs)
         alone = self._answers_seconds(model, 1, expected, costs)
         self._renew_loads(now, instances, costs)
@@ -303,32 +285,19 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             if (seconds, view.id) < (soonest, best.id):
                 best, soonest = view, seconds
         if self.shed is Shed.HOPELESS and may_be_shed(request):
-            estimate = self._first_token(now, request, best, instances, costs)
+            estimate = self._shedding.soonest(
+                now,
+                request,
+                OwnCosts(expected.of_prompt(request.tokens), expected.switch_seconds),
+                [best, *[view for view in instances if view is not best]],
+                lambda view: self._look(now, view, costs).works,
+                costs,
+            )
             if is_hopeless(now, request, estimate.seconds):
                 return Refusal(reason=refusal_reason(now, request, estimate.seconds))
             best = estimate.view
         self._chosen = best.id
         return PrefillChoice(instance=best.id, group=_own_group(now, request, best))
-
-    def _first_token(
-        self,
-        now: float,
-        request: RequestView,
-        best: InstanceView,
-        instances: Sequence[InstanceView],
-        costs: Costs,
-    ) -> Estimate:
-        """When its first token comes, and where: on the best instance if it is in time there."""
-        expected = self._expect(request.model, now, costs)
-        prompt = expected.prompt_seconds + request.tokens * expected.prompt_seconds_per_token
-        return self._shedding.soonest(
-            now,
-            request,
-            OwnCosts(prompt, expected.switch_seconds),
-            [best, *[view for view in instances if view is not best]],
-            lambda view: self._look(now, view, costs).works,
-            costs,
-        )
 
     def _renew_loads(self, now: float, instances: Sequence[InstanceView], costs: Costs) -> None:
         """Of the instances where a request came or went, the one that the last request went to and
@@ -398,12 +367,34 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         return known
 
     @hookimpl
-    def decode(self, prefilled_on: InstanceId, instances: Sequence[InstanceView]) -> InstanceId:
-        """Where its KV is, or where the least has to be read."""
+    def decode(
+        self,
+        request: RequestView,
+        prefilled_on: InstanceId,
+        instances: Sequence[InstanceView],
+        costs: Costs,
+    ) -> InstanceId:
+        """Where its KV is, or where the least has to be read; for a model whose instances prefill
+        or decode, first where those have room that decode."""
+        if self._lone.is_apart(request.model):
+            target = self._lone.decode(request, prefilled_on, instances, costs)
+            if target is not None:
+                return target
         offered = {view.id: sum([b.kv_tokens for b in view.batches]) for view in instances}
         if prefilled_on in offered:
             return prefilled_on
         return min(offered, key=lambda instance: (offered[instance], instance))
+
+    @hookimpl
+    def flow(
+        self,
+        instance: InstanceView,
+        requests: Sequence[DecodingView],
+        others: Sequence[InstanceView],
+        costs: Costs,
+    ) -> Sequence[Migration]:
+        """Only of a model whose instances prefill or decode: to those that decode."""
+        return self._lone.flow(instance, requests, others, costs)
 
     @hookimpl
     def batch(
@@ -424,7 +415,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         chunk = int(left / expected.prompt_seconds_per_token)
         work = self._look(now, instance, costs).works[model]
         if chunk < SMALLEST_CHUNK or (
-            work.latest <= now and now + work.prompt_seconds < batch.deadline
+            work.latest <= now
+            and now + work.prompt_seconds < batch.deadline
+            and not self._lone.is_apart(model)
         ):
             return whole
         return BatchLimits(
@@ -461,6 +454,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             for w in rest
         ]
         seconds = self._quota(now, instance, first.model, costs, now)
+        if self._lone.is_apart(first.model):
+            seconds = min(seconds, APART_TURN_SECONDS)
         return [PlannedTurn(model=first.model, quota_seconds=seconds), *outlook]
 
     @hookimpl
@@ -470,7 +465,10 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         model = instance.turn
         if model is None or any([group.model == model for group in instance.groups]):
             return 0.0
-        return self._quota(now, instance, model, costs, instance.turn_began)
+        seconds = self._quota(now, instance, model, costs, instance.turn_began)
+        if self._lone.is_apart(model):
+            seconds = min(seconds, max(0.0, instance.turn_began + APART_TURN_SECONDS - now))
+        return seconds
 
     def _next(self, now: float, view: InstanceView, costs: Costs) -> ModelWork:
         """The urgent model with the earliest deadline. If none is urgent, the one that is late for
@@ -503,7 +501,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         works = self._look(now, view, costs).works
         seconds, before, shortest = self.longest_turn_seconds, 0.0, 0.0
         own = works.get(model)
-        if own is not None and len(works) > 1 and (earns := self._earns(view, model, costs)) > 0:
+        if own is not None and len(works) > 1 and (earns := _earns(view, model, costs)) > 0:
             earned = (own.slack_target_seconds - own.slack_seconds(now)) / earns
             others = [work.wanted for work in works.values() if work is not own and work.runs]
             seconds = min(seconds, max(earned, min(others, default=now) - now))
@@ -514,14 +512,6 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             before += work.prompt_seconds + work.switch_seconds
             shortest = shortest or work.switch_seconds
         return max(0.0, began + max(self.shortest_turn_seconds, shortest) - now, seconds)
-
-    def _earns(self, view: InstanceView, model: ModelName, costs: Costs) -> float:
-        """Seconds of slack that a second of decoding earns."""
-        batch = _batch(view, model)
-        if batch is None:
-            return 0.0
-        step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
-        return batch.slo.tbt_seconds / step - 1
 
     def _is_behind(self, now: float, view: InstanceView) -> bool:
         """Whether the instance has more to do than it can do in time, as far as is seen: it has
@@ -534,15 +524,6 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         if any([_scheduled(work) < now - work.slo.ttft_seconds for work in late]):
             self._behind.add(view.id)
         return view.id in self._behind
-
-    def _renewed(self, deadlines: Sequence[float], limit: float) -> float:
-        """When the first of the tokens counts as due: as promised, or, if that was before `limit`,
-        so much later. O(those before), or less if they were not long before."""
-        period = self.renewal_seconds
-        late = bisect.bisect_left(deadlines, limit)
-        first = deadlines[:late] if deadlines[0] < limit - period else deadlines[:1]
-        renewed = [due + math.ceil((limit - due) / period) * period for due in first]
-        return min([*renewed, *deadlines[late : late + 1]])
 
     # --- what is known of an instance ------------------------------------------------------------
 
@@ -606,11 +587,30 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             margin_seconds=margin,
         )
         if behind and work.due < now - margin:
-            work.due, work.overdue = self._renewed(deadlines, now - margin), work.due
+            renewed = _renewed(deadlines, now - margin, self.renewal_seconds)
+            work.due, work.overdue = renewed, work.due
         elif batch.scheduled and not behind and (due := _due_in_gap(now, batch)) < work.due:
             work.due, work.scheduled = due, work.due
             work.margin_seconds = min(margin, self.margin * batch.slo.gap_seconds)
         return work
+
+
+def _earns(view: InstanceView, model: ModelName, costs: Costs) -> float:
+    """Seconds of slack that a second of decoding earns."""
+    batch = _batch(view, model)
+    if batch is None:
+        return 0.0
+    step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
+    return batch.slo.tbt_seconds / step - 1
+
+
+def _renewed(deadlines: Sequence[float], limit: float, period: float) -> float:
+    """When the first of the tokens counts as due: as promised, or, if that was before `limit`, so
+    many periods later. O(those before), or less if they were not long before."""
+    late = bisect.bisect_left(deadlines, limit)
+    first = deadlines[:late] if deadlines[0] < limit - period else deadlines[:1]
+    renewed = [due + math.ceil((limit - due) / period) * period for due in first]
+    return min([*renewed, *deadlines[late : late + 1]])
 
 
 def _own_group(now: float, request: RequestView, view: InstanceView) -> int | None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from appliance.scheduling.policy_api import Costs, ModelView
 from appliance.vocabulary import InstanceId, ModelName
 
 FEWEST_INSTANCES = 3
@@ -20,6 +21,8 @@ PERIOD_SECONDS = 10.0
 """Homes are thought over as often as this."""
 THRESHOLD = 0.2
 """A model leaves a home for one with a pressure that is lower by more than this share."""
+LEAST_RATE = 0.01
+"""Requests a second that a model is expected to get at least."""
 
 
 class HomeSeeker(NamedTuple):
@@ -34,6 +37,39 @@ class HomeSeeker(NamedTuple):
     def able(self, instances: Iterable[InstanceId]) -> list[InstanceId]:
         """Those of the instances that can serve it."""
         return [i for i in instances if self.instances is None or i in self.instances]
+
+
+def find_seekers(
+    models: Iterable[ModelView], costs: Costs, home_share: float, output_tokens: int
+) -> list[HomeSeeker]:
+    """The models with which a request that finds the weights away is late, or nearly so: a switch
+    takes more than `home_share` of their TTFT target. `output_tokens` are those of an answer of a
+    model that has not answered yet."""
+    return [
+        HomeSeeker(
+            model.name,
+            find_demand(model, costs, output_tokens),
+            model.weight_bytes,
+            model.instances,
+        )
+        for model in models
+        if costs.switch_seconds(model.name) > home_share * model.slo.ttft_seconds
+    ]
+
+
+def find_demand(model: ModelView, costs: Costs, output_tokens: int) -> float:
+    """The share of an instance that the model needs to be in time: its prompts, and steps at the
+    pace of its TBT target while it has requests, if those come as a Poisson process."""
+    rate, prompt = LEAST_RATE, 1.0
+    output = model.output_tokens or output_tokens
+    if model.arrivals_per_second > LEAST_RATE:
+        rate = model.arrivals_per_second
+        prompt = max(1.0, model.tokens_per_second / rate - output)
+    tbt = model.slo.tbt_seconds
+    running = rate * output * tbt
+    step = costs.step_seconds(model.name, max(1, round(running)))
+    prompts = rate * costs.prefill_seconds(model.name, round(prompt))
+    return prompts + (1 - math.exp(-running)) * step / tbt
 
 
 class Homes:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from msgspec import structs
 
+from appliance.plugins.homes import LEAST_RATE, find_demand
 from appliance.scheduling.demand import WINDOW_SECONDS
 from appliance.scheduling.policy_api import ClusterView, Costs, Fleet, InstanceView, ModelView
 from appliance.vocabulary import ModelName
@@ -210,6 +211,20 @@ def interactive(model: ModelView) -> ModelView:
         arrivals_per_second=max(0.0, model.arrivals_per_second - model.batch_arrivals_per_second),
         tokens_per_second=max(0.0, model.tokens_per_second - model.batch_tokens_per_second),
     )
+
+
+def find_demands(
+    models: Iterable[ModelView], costs: Costs, output_tokens: int
+) -> dict[ModelName, float]:
+    """The instances that the interactive requests of each model need; 0 while hardly any come.
+    `output_tokens` are those of an answer of a model that has not answered yet."""
+    asked = [interactive(model) for model in models]
+    return {
+        model.name: find_demand(model, costs, output_tokens)
+        if model.arrivals_per_second > LEAST_RATE
+        else 0.0
+        for model in asked
+    }
 
 
 def read(

@@ -617,8 +617,13 @@ def test_a_request_decodes_where_its_kv_is() -> None:
     """Unless that instance does not decode any more."""
     views = [instance_view(0), instance_view(1)]
 
-    assert Appliance().decode(prefilled_on=1, instances=views) == 1
-    assert Appliance().decode(prefilled_on=7, instances=views) == 0
+    def decoded(prefilled_on: int) -> int:
+        return Appliance().decode(
+            request=request_view(), prefilled_on=prefilled_on, instances=views, costs=COSTS
+        )
+
+    assert decoded(1) == 1
+    assert decoded(7) == 0
 
 
 # --- on the machine ------------------------------------------------------------------------------

@@ -1,0 +1,295 @@
+"""A model that has the box to itself: which of its instances prefill, and where its requests go.
+
+`separation` says how many. The sides are soft: a prompt that would be late where prompts are
+computed goes where steps leave time for it, and a request for which those that decode
+have no room stays where its prompt was computed, until they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from appliance.plugins.separation import ModelLoad, Pressure, Separation
+from appliance.scheduling.policy_api import (
+    BatchView,
+    ClusterView,
+    Costs,
+    DecodingView,
+    InstanceView,
+    Migration,
+    ModelView,
+    RequestView,
+)
+from appliance.vocabulary import InstanceClass, InstanceId, ModelName, Slo
+
+DEMAND_SECONDS = 30.0
+"""Over which rates are smoothed (`ModelView`): a new one begins at zero and is scaled up."""
+SEEN_SECONDS = 3.0
+"""How long a model is alone before its rate says anything."""
+LEAST_RATE = 0.01
+"""A model that is asked less often has no work."""
+BATCHED_TOKENS = 2048
+"""Of short prompts that are computed together, and share what each takes at least."""
+ASSUMED_ANSWERS = 10
+"""As many answers does the assumed length of an answer count as."""
+AVERAGED_LOOKS, AVERAGED_PROMPTS = 60, 256
+"""Of how many observations the mean length of answers that ended is, and that of prompts."""
+KV_SHARE = 0.85
+"""Of the room for KV that requests may take when they come: answers grow."""
+FLOW_SHARE = 0.8
+"""Requests go on elsewhere if steps there take at most this share of the TBT target. It is less
+than what new ones may take, so that none goes to and fro."""
+SAMPLE_TOKENS = 8192
+"""Of KV on an instance, that say how many bytes a token takes there."""
+
+
+class LoneModel:
+    """The model with the only work there is, if there is one. `margin` of its TTFT target is left
+    where its prompts are late, and new requests join steps of `step_share` of its TBT target."""
+
+    def __init__(self, margin: float, step_share: float, answer_tokens: float) -> None:
+        self._margin = margin
+        self._step_share = step_share
+        self._assumed_tokens = answer_tokens
+        self._model: ModelName | None = None
+        self._begin()
+        self._separation = Separation()
+
+    def _begin(self, model: ModelName | None = None, now: float = 0.0) -> None:
+        self._model, self._since = model, now
+        self._prompts, self._prompt_tokens, self._newest = 0, 0.0, -math.inf
+        self._looks, self._ended_tokens = 0, 0.0
+        self._kv_token_bytes = 0.0
+        self._prefill: frozenset[InstanceId] = frozenset()
+        self._decode: frozenset[InstanceId] = frozenset()
+
+    def is_apart(self, model: ModelName) -> bool:
+        """Whether some of the model's instances only prefill."""
+        return model == self._model and bool(self._prefill)
+
+    def note(self, request: RequestView) -> None:
+        """A request is placed. One that came before others is placed again, and not counted."""
+        if request.model == self._model and request.arrived >= self._newest:
+            self._newest = request.arrived
+            self._prompts += 1
+            part = 1 / min(self._prompts, AVERAGED_PROMPTS)
+            self._prompt_tokens += (request.tokens - self._prompt_tokens) * part
+
+    # --- how many, and which ---------------------------------------------------------------------
+
+    def plan(self, now: float, cluster: ClusterView, costs: Costs) -> None:
+        """Look at everything anew, each second. O(models + instances)."""
+        busy = [m for m in cluster.models if m.requests or m.arrivals_per_second > LEAST_RATE]
+        model = busy[0] if len(busy) == 1 else None
+        if model is None or model.name != self._model:
+            self._separation.mix(now)
+            self._begin(None if model is None else model.name, now)
+        if model is None:
+            return
+        if model.output_tokens:
+            self._looks = min(self._looks + 1, AVERAGED_LOOKS)
+            self._ended_tokens += (model.output_tokens - self._ended_tokens) / self._looks
+        mine = [view for view in cluster.instances if _serves(view, model)]
+        separation = self._separation
+        if separation.prefill >= len(mine) or not self._is_simple(mine, model):
+            separation.mix(now)
+        elif now - self._since >= SEEN_SECONDS and self._prompts:
+            rate = model.arrivals_per_second / -math.expm1((self._since - now) / DEMAND_SECONDS)
+            load = self._load(model, rate, mine, costs)
+            pressure = self._pressure(now, model, mine, costs)
+            separation.observe(now, load, len(mine), rate, pressure)
+        self._choose(mine, separation.prefill)
+
+    def _is_simple(self, mine: Sequence[InstanceView], model: ModelView) -> bool:
+        """Whether the model is in place everywhere, and no batch work has to wait for other work:
+        that is not weighed here."""
+        return all(
+            [
+                model.name in view.resident
+                and all([group.interactive == group.waiting for group in view.groups])
+                and all([batch.interactive == batch.requests for batch in view.batches])
+                for view in mine
+            ]
+        )
+
+    def _load(
+        self, model: ModelView, rate: float, mine: Sequence[InstanceView], costs: Costs
+    ) -> ModelLoad:
+        """What a mean request takes. KV takes what it is seen to, if several GPUs share it."""
+        name, prompt = model.name, max(1, round(self._prompt_tokens))
+        answer = self._answer(model, mine)
+        base = costs.prefill_seconds(name, 1) * (1 - min(1.0, prompt / BATCHED_TOKENS))
+        length = prompt + round(answer / 2)
+        one, many = costs.step_seconds(name, 1, length), costs.step_seconds(name, 33, 33 * length)
+        each = max(1e-9, (many - one) / 32)
+        seen = [v.kv_bytes / kv for v in mine if (kv := _kv_tokens(v)) > SAMPLE_TOKENS]
+        self._kv_token_bytes = min(
+            [float(model.kv_bytes_per_token), *([max(seen)] if seen else [])]
+        )
+        room = min([_room_bytes(view) for view in mine])
+        size = length * self._kv_token_bytes
+        return ModelLoad(
+            prompt_seconds=max(1e-9, costs.prefill_seconds(name, prompt) - base),
+            answer_tokens=answer,
+            step_seconds=max(0.0, one - each),
+            request_seconds=each,
+            limit_seconds=self._step_share * model.slo.tbt_seconds,
+            room=room / size if size else math.inf,
+        )
+
+    def _answer(self, model: ModelView, mine: Sequence[InstanceView]) -> float:
+        """How long an answer is in the mean: all tokens that were made for each answer that ended.
+        The mean of those that ended is too short while the long ones go on."""
+        ended = max(0, self._prompts - model.requests)
+        going = sum([batch.requests for view in mine for batch in view.batches])
+        made = sum([_kv_tokens(view) for view in mine]) - going * self._prompt_tokens
+        assumed = ASSUMED_ANSWERS + going / 2
+        tokens = assumed * self._assumed_tokens + ended * self._ended_tokens
+        return (tokens + max(0.0, made)) / (assumed + ended)
+
+    def _pressure(
+        self, now: float, model: ModelView, mine: Sequence[InstanceView], costs: Costs
+    ) -> Pressure:
+        """Prompts are late if one waits past its margin; steps if no instance that decodes
+        has room for one more."""
+        if not self._prefill:
+            return Pressure()
+        margin = self._margin * model.slo.ttft_seconds
+        late = [
+            group.deadline < now + margin
+            for view in mine
+            if view.id in self._prefill
+            for group in view.groups
+        ]
+        decode = [view for view in mine if view.id in self._decode]
+        kv = {view.id: _kv_tokens(view) for view in decode}
+        target = self._target(model.name, 1, model.slo, decode, kv, costs, self._step_share)
+        return Pressure(prompts=any(late), steps=target is None)
+
+    def _choose(self, mine: Sequence[InstanceView], prefill: int) -> None:
+        """Those that prefill go on; then those come that decode least."""
+        known = self._prefill
+        order = sorted(mine, key=lambda v: (v.id not in known, _kv_tokens(v), v.id))
+        self._prefill = frozenset([view.id for view in order[:prefill]])
+        self._decode = frozenset([view.id for view in order[prefill:]])
+
+    # --- where requests go -----------------------------------------------------------------------
+
+    def prefill(
+        self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
+    ) -> InstanceView | None:
+        """The instance for prompts that computes it first. If it is late there, one that decodes
+        and where it is in time. None if none of the instances is for prompts."""
+        first = [view for view in instances if view.id in self._prefill]
+        if not first:
+            return None
+        own = costs.prefill_seconds(request.model, request.tokens)
+
+        def soonest(views: Iterable[InstanceView]) -> tuple[float, InstanceId]:
+            found = [(self._seconds(own, view, request, costs), view.id) for view in views]
+            return min(found, default=(math.inf, -1))
+
+        left = request.deadline - self._margin * request.slo.ttft_seconds - now
+        best = soonest(first)
+        if best[0] > left:
+            need = 2 * request.tokens * self._kv_token_bytes
+            roomy = [v for v in instances if v.id in self._decode and v.free_bytes > need]
+            other = soonest(roomy)
+            best = other if other[0] <= left else best
+        return next(view for view in instances if view.id == best[1])
+
+    def _seconds(self, own: float, view: InstanceView, request: RequestView, costs: Costs) -> float:
+        """Until the prompt is computed, after those that wait, in the time that steps leave."""
+        model, tokens = request.model, [(view.computing_tokens, 1)]
+        tokens += [(group.tokens, group.waiting) for group in view.groups if group.model == model]
+        waiting = sum(
+            [many * costs.prefill_seconds(model, round(n / many)) for n, many in tokens if n]
+        )
+        batch = _batch(view, model)
+        step = costs.step_seconds(model, batch.requests, batch.kv_tokens) if batch else 0.0
+        share = 1.0 - step / (self._step_share * request.slo.tbt_seconds)
+        return (waiting + own) / share if share > 0 else math.inf
+
+    def decode(
+        self,
+        request: RequestView,
+        prefilled_on: InstanceId,
+        instances: Sequence[InstanceView],
+        costs: Costs,
+    ) -> InstanceId | None:
+        """In place where others decode, else where they have room; None if they have none."""
+        decode = [view for view in instances if view.id in self._decode]
+        kv = {view.id: _kv_tokens(view) for view in decode}
+        if prefilled_on in kv:
+            return prefilled_on
+        return self._target(
+            request.model, request.tokens, request.slo, decode, kv, costs, self._step_share
+        )
+
+    def flow(
+        self,
+        instance: InstanceView,
+        requests: Sequence[DecodingView],
+        others: Sequence[InstanceView],
+        costs: Costs,
+    ) -> Sequence[Migration]:
+        """Requests that decode where prompts are computed go on where there is room.
+        O(requests x instances), and O(1) where nothing has to go."""
+        if instance.id not in self._prefill:
+            return []
+        decode = [view for view in others if view.id in self._decode]
+        kv = {view.id: _kv_tokens(view) for view in decode}
+        moves, joined = [], dict.fromkeys(kv, 0)
+        for request in requests:
+            if request.model != self._model:
+                continue
+            target = self._target(
+                request.model, request.tokens, request.slo, decode, kv, costs, FLOW_SHARE, joined
+            )
+            if target is not None:
+                kv[target] += request.tokens
+                joined[target] += 1
+                moves.append(Migration(request=request.id, target=target))
+        return moves
+
+    def _target(
+        self,
+        model: ModelName,
+        tokens: int,
+        slo: Slo,
+        decode: Sequence[InstanceView],
+        kv: Mapping[InstanceId, int],
+        costs: Costs,
+        step_share: float,
+        joined: Mapping[InstanceId, int] | None = None,
+    ) -> InstanceId | None:
+        """Where the least KV is read, of those where one more request has room, and steps with it
+        take at most so much of the TBT target."""
+        found = []
+        for view in decode:
+            batch, grown = _batch(view, model), kv[view.id] + tokens
+            many = 1 + (batch.requests if batch else 0) + (joined[view.id] if joined else 0)
+            step = costs.step_seconds(model, many, grown)
+            fits = grown * self._kv_token_bytes <= _room_bytes(view)
+            if fits and step <= step_share * slo.tbt_seconds:
+                found.append((kv[view.id], view.id))
+        return min(found)[1] if found else None
+
+
+def _serves(view: InstanceView, model: ModelView) -> bool:
+    meant = view.models is None or model.name in view.models
+    mixed = view.instance_class is InstanceClass.MIXED
+    return view.up and meant and mixed and model.fits(view.id)
+
+
+def _kv_tokens(view: InstanceView) -> int:
+    return sum([batch.kv_tokens for batch in view.batches])
+
+
+def _room_bytes(view: InstanceView) -> float:
+    return KV_SHARE * (view.free_bytes + view.kv_bytes)
+
+
+def _batch(view: InstanceView, model: ModelName) -> BatchView | None:
+    return next((batch for batch in view.batches if batch.model == model), None)

@@ -1,0 +1,280 @@
+"""A model that has the box to itself, through the policy's hooks: who prefills, who decodes."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from appliance.plugins.appliance import APART_TURN_SECONDS, Appliance
+from appliance.scheduling.policy_api import InstanceView, ModelView, RequestView
+from appliance.vocabulary import InstanceClass
+from tests.unit.plugins.policy_views import (
+    GIB,
+    FixedCosts,
+    batch_view,
+    cluster_view,
+    decoding_view,
+    group_view,
+    instance_view,
+    model_view,
+    request_view,
+)
+
+
+class SummaryCosts(FixedCosts):
+    """Prompts of 6,500 tokens take 0.8 s; a step 23 ms, and 0.8 ms more for each request."""
+
+    def step_seconds(self, model: str, requests: int = 1, kv_tokens: int = 0) -> float:
+        return 0.0234 + 1.1e-7 * kv_tokens + 6e-5 * requests
+
+
+COSTS = SummaryCosts(per_token=0.00012)
+PROMPT, TTFT, TBT = 6500, 6.0, 0.05
+KV_TOKEN_BYTES = 192 << 10
+SECONDS = 20
+
+
+def lone(number: int, requests: int = 0, *, waiting: int = 0, free: int = 40 * GIB) -> InstanceView:
+    """One of four instances, where so many decode and so many prompts wait."""
+    tokens = requests * (PROMPT + 150)
+    batch = batch_view("a", requests, kv_tokens=tokens, tbt=TBT, deadline=200.0)
+    group = group_view("a", waiting, tokens=waiting * PROMPT, ttft=TTFT, deadline=200.0)
+    return instance_view(
+        number,
+        batches=(batch,) if requests else (),
+        groups=(group,) if waiting else (),
+        resident=["a"],
+        current="a",
+        free_bytes=free,
+        kv_bytes=tokens * KV_TOKEN_BYTES,
+    )
+
+
+def summary(arrived: float = float(SECONDS)) -> RequestView:
+    return request_view("a", name="new", tokens=PROMPT, arrived=arrived, ttft=TTFT, tbt=TBT)
+
+
+def model(rate: float = 1.2, name: str = "a", requests: int = 20) -> ModelView:
+    return model_view(
+        name,
+        ttft=TTFT,
+        tbt=TBT,
+        arrivals=rate,
+        output=300.0,
+        requests=requests,
+        kv_bytes_per_token=KV_TOKEN_BYTES,
+    )
+
+
+def told(policy: Appliance, views: list[InstanceView], *others: ModelView) -> None:
+    """Seconds of the same."""
+    asked = model(0.3 * len(views))
+    for second in range(SECONDS):
+        policy.place(now=float(second), cluster=cluster_view(views, asked, *others), costs=COSTS)
+        policy.prefill(
+            now=float(second), request=summary(float(second)), instances=views, costs=COSTS
+        )
+
+
+FOUR = [lone(number, 4) for number in range(4)]
+
+
+def apart(views: list[InstanceView] | None = None) -> Appliance:
+    policy = Appliance()
+    told(policy, views or FOUR)
+    return policy
+
+
+def sides(policy: Appliance, instances: int = 4) -> tuple[set[int], set[int]]:
+    """Of idle instances, those where prompts go, and those where they decode then."""
+    numbers, prefill = range(instances), set()
+    for _ in numbers:
+        shown = [lone(number, waiting=3 if number in prefill else 0) for number in numbers]
+        choice = policy.prefill(now=float(SECONDS), request=summary(), instances=shown, costs=COSTS)
+        prefill.add(choice.instance)
+    views = [lone(number) for number in numbers]
+    decode = {
+        policy.decode(request=summary(), prefilled_on=number, instances=views, costs=COSTS)
+        for number in numbers
+    }
+    return prefill, decode
+
+
+def test_a_lone_model_with_long_prompts_has_instances_that_only_prefill() -> None:
+    prefill, decode = sides(apart())
+
+    assert prefill
+    assert decode
+    assert not prefill & decode
+
+
+def test_a_request_that_is_placed_again_is_no_new_one() -> None:
+    policy = apart()
+    before = sides(policy)
+    again = structs.replace(summary(arrived=0.0), tokens=1)
+    for _ in range(1000):
+        policy.prefill(now=float(SECONDS), request=again, instances=FOUR, costs=COSTS)
+    for second in range(SECONDS, 2 * SECONDS):
+        policy.place(now=float(second), cluster=cluster_view(FOUR, model()), costs=COSTS)
+
+    assert sides(policy) == before
+
+
+def test_a_model_that_shares_its_instances_has_none() -> None:
+    """Nor one whose work is in part batch work, or that is in place on some only."""
+    policy = Appliance()
+    told(policy, FOUR, model(name="b"))
+    assert sides(policy)[1] == {0, 1, 2, 3}
+
+    batch = group_view("a", 2, interactive=1, deadline=200.0, ttft=TTFT)
+    for other in (
+        instance_view(3, groups=(batch,), resident=["a"]),
+        instance_view(3, batches=(batch_view("a", 2, interactive=1),), resident=["a"]),
+        instance_view(3),
+    ):
+        assert sides(apart([*FOUR[:3], other]))[1] == {0, 1, 2, 3}
+
+
+def test_instances_that_do_not_serve_it_do_not_count() -> None:
+    others = [
+        instance_view(2, up=False),
+        instance_view(3, models=frozenset("b")),
+        instance_view(4, kind=InstanceClass.BATCH, resident=["a"]),
+    ]
+
+    assert sides(apart([*FOUR[:2], *others]))[1] == {0, 1, 2, 3}
+
+
+def test_with_the_work_of_another_model_all_mix_again() -> None:
+    policy = apart()
+    cluster = cluster_view(FOUR, model(), model(name="b", requests=1))
+    policy.place(now=float(SECONDS), cluster=cluster, costs=COSTS)
+
+    assert sides(policy)[1] == {0, 1, 2, 3}
+
+
+def test_without_work_nothing_is_apart() -> None:
+    policy = apart()
+    cluster = cluster_view(FOUR, model(rate=0.0, requests=0))
+    policy.place(now=float(SECONDS), cluster=cluster, costs=COSTS)
+
+    assert sides(policy)[1] == {0, 1, 2, 3}
+
+
+def test_an_instance_that_goes_takes_the_sides_with_it() -> None:
+    policy = apart()
+    policy.place(now=float(SECONDS), cluster=cluster_view(FOUR[:1], model()), costs=COSTS)
+
+    assert sides(policy)[1] == {0, 1, 2, 3}
+
+
+def test_a_prompt_that_would_be_late_goes_where_others_decode_with_time_left() -> None:
+    policy = apart()
+    prefill, decode = sides(policy)
+    views = [lone(number, waiting=20 if number in prefill else 0) for number in range(4)]
+
+    def chosen(shown: list[InstanceView]) -> int:
+        choice = policy.prefill(now=float(SECONDS), request=summary(), instances=shown, costs=COSTS)
+        return choice.instance
+
+    assert chosen(views) in decode
+    full = [lone(v.id, free=GIB) if v.id in decode else v for v in views]
+    assert chosen(full) in prefill
+    slow = [lone(v.id, 40) if v.id in decode else v for v in views]
+    assert chosen(slow) in prefill
+    assert chosen([v for v in views if v.id in decode]) in decode
+
+
+def test_a_request_decodes_where_least_is_read_and_there_is_room() -> None:
+    policy = apart()
+    prefill, decode = sides(policy)
+    first = min(prefill)
+
+    def chosen(**of: InstanceView) -> int:
+        views = [of.get(f"i{number}", lone(number)) for number in range(4)]
+        return policy.decode(request=summary(), prefilled_on=first, instances=views, costs=COSTS)
+
+    here = min(decode)
+    assert policy.decode(request=summary(), prefilled_on=here, instances=FOUR, costs=COSTS) == here
+    assert chosen() in decode
+    full = {f"i{number}": lone(number, free=GIB // 8) for number in decode}
+    assert chosen(**full) == first
+    slow = {f"i{number}": lone(number, 40) for number in decode}
+    assert chosen(**slow) == first
+
+
+def test_what_decodes_where_prompts_are_computed_goes_on_elsewhere() -> None:
+    policy = apart()
+    prefill, decode = sides(policy)
+    requests = [decoding_view(f"r{n}", tokens=PROMPT, tbt=TBT) for n in range(60)]
+    views = [lone(number) for number in range(4)]
+    first = min(prefill)
+    others = [view for view in views if view.id != first]
+
+    moves = policy.flow(instance=views[first], requests=requests, others=others, costs=COSTS)
+
+    assert {move.target for move in moves} == decode
+    assert 0 < len(moves) < len(requests), "some are left where the others have no room"
+    here = views[min(decode)]
+    assert not policy.flow(instance=here, requests=requests, others=others, costs=COSTS)
+    assert not Appliance().flow(
+        instance=views[first], requests=requests, others=others, costs=COSTS
+    )
+
+
+def test_turns_are_short_so_that_requests_whose_kv_came_join() -> None:
+    policy, mixed = apart(), Appliance()
+    view = instance_view(
+        3,
+        batches=(batch_view("a", deadline=200.0),),
+        groups=(),
+        turn="a",
+        turn_began=0.0,
+        current="a",
+        resident=["a"],
+    )
+
+    def quota(of: Appliance) -> float:
+        return of.round(now=0.0, instance=view, costs=COSTS)[0].quota_seconds
+
+    assert quota(policy) == APART_TURN_SECONDS < quota(mixed)
+    left = policy.preempt(now=0.04, instance=view, costs=COSTS)
+    assert left == pytest.approx(APART_TURN_SECONDS - 0.04)
+    assert mixed.preempt(now=0.04, instance=view, costs=COSTS) > left
+
+
+def test_a_prompt_in_a_hurry_makes_no_steps_late_where_instances_are_apart() -> None:
+    view = instance_view(
+        0,
+        batches=(batch_view("a", 4, kv_tokens=4 * PROMPT, tbt=TBT, deadline=100.0),),
+        groups=(group_view("a", tokens=PROMPT, deadline=SECONDS + 0.9),),
+        current="a",
+        resident=["a"],
+    )
+
+    def chunk(of: Appliance) -> int:
+        return of.batch(now=float(SECONDS), model="a", instance=view, costs=COSTS).chunk_tokens
+
+    assert chunk(Appliance()) == 0
+    assert 0 < COSTS.prefill_seconds("a", chunk(apart())) < TBT
+
+
+@pytest.mark.parametrize(("late", "step"), [("prompts", 1), ("steps", -1), ("both", 0)])
+def test_the_number_of_those_that_prefill_follows_what_is_late(late: str, step: int) -> None:
+    views = [lone(number, 4) for number in range(16)]
+    policy = apart(views)
+    prefill, _ = sides(policy, 16)
+    waits = instance_view(
+        0, groups=(group_view("a", deadline=0.0, ttft=TTFT),), resident=["a"], kv_bytes=0
+    )
+    if late in ("prompts", "both"):
+        views = [
+            structs.replace(waits, id=view.id) if view.id in prefill else view for view in views
+        ]
+    if late in ("steps", "both"):
+        views = [view if view.id in prefill else lone(view.id, 60) for view in views]
+
+    for second in range(SECONDS, SECONDS + 3):
+        policy.place(now=float(second), cluster=cluster_view(views, model(4.0)), costs=COSTS)
+
+    assert len(sides(policy, 16)[0]) == len(prefill) + step
