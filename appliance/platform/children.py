@@ -32,6 +32,8 @@ _SECRET: Final = re.compile(
 )
 _URL_WITH_PASSWORD: Final = re.compile(r"://[^/?#\s]*:[^/?#\s]*@")
 _OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
+_AUTOGROUP: Final = Path("/proc/self/autogroup")
+_LOWEST_PRIORITY: Final = 19
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
@@ -95,3 +97,14 @@ def go_before_the_daemon(score: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         if int(_OOM_SCORE.read_text()) < score:
             _OOM_SCORE.write_text(str(score))
+
+
+def be_last_for_processors() -> None:
+    """Have every other process of this machine go first. Where the kernel groups processes by
+    session (``sched_autogroup``), a niceness only counts within the group, so that of a session
+    that this process leads is lowered, too. Without effect on groups where the system has none, or
+    refuses."""
+    os.nice(_LOWEST_PRIORITY)
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):
+            _AUTOGROUP.write_text(str(_LOWEST_PRIORITY))

@@ -28,7 +28,7 @@ def read_barred(path: Path) -> list[Barred]:
             return msgspec.json.decode(file.read(MOST_BYTES), type=list[Barred])
     except FileNotFoundError:
         return []
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         log.warning("what the autopilot rolled back is forgotten: %s: %s", path, error)
         return []
 

@@ -16,7 +16,13 @@ from typing import Final, TypeAlias
 import msgspec
 
 from appliance.daemon.autopilot.budget import CpuBudget
-from appliance.daemon.autopilot.seasons import Cell, Remembered, Seasons, local_hour
+from appliance.daemon.autopilot.seasons import (
+    Cell,
+    Remembered,
+    Seasons,
+    local_hour,
+    set_by_hand,
+)
 from appliance.service.autopilot import (
     CPU_SHARE,
     HOUR_SECONDS,
@@ -319,12 +325,14 @@ class Control:
         self, at: Moment, terms: AutopilotTerms, configured: PolicyChoice
     ) -> list[Action]:
         """The configuration was read, and its policies decide: what operators chose before is
-        over. A replay that runs is about earlier policies."""
+        over. A replay that runs is about earlier policies. What is remembered of hours is forgotten
+        if other decisions or parameters are set by hand now: it has some of those before."""
+        forgotten = self._forget_hours(at, configured)
         ends: list[Action] = [EndReplay()] if isinstance(self._phase, _Replaying) else []
         self._end_replay(at)
         self.terms, self._configured, self._held = terms, configured, False
         self._next = at.seconds + terms.interval_seconds
-        return ends
+        return [*ends, *forgotten]
 
     # --- what follows ----------------------------------------------------------------------------
 
@@ -332,6 +340,14 @@ class Control:
     def _charge(self) -> float:
         # The kernel counts whole seconds.
         return float(math.ceil(self.terms.cpu_seconds + START_CPU_SECONDS))
+
+    def _forget_hours(self, at: Moment, configured: PolicyChoice) -> list[Action]:
+        """If such a configuration sets other decisions or parameters by hand than that of now."""
+        same = set_by_hand(configured) == set_by_hand(self._configured)
+        if same or not self._seasons.table():
+            return []
+        self._seasons, self._learned = Seasons(), True
+        return self.forgot(at, "[policy] has other decisions or parameters than before")
 
     def _end_replay(self, at: Moment) -> None:
         """Whatever it did, it waits now."""
@@ -374,7 +390,10 @@ class Control:
         return [Use(choice=target)]
 
     def _learn_replay(self, at: Moment, seen: Seen, found: Recommendation) -> None:
-        """What the replay says of the hour that most of it was in, and what clients got lately."""
+        """What the replay says of the hour that most of it was in, and what clients got lately; not
+        what an operator tries at run time, which is not to come back in other weeks."""
+        if self._held:
+            return
         kept = self._before(at, seen)
         if kept is not None and kept.value is not None:
             self._seasons.kept(at.hour(self.terms.watch_seconds / 2), seen.active, kept.value)
@@ -574,9 +593,10 @@ def _with_tables(choice: PolicyChoice, configured: PolicyChoice) -> PolicyChoice
 
 
 def _taken_back(target: PolicyChoice, configured: PolicyChoice) -> str:
-    """A key of the configuration that it has another value for, or none."""
-    for hook, name in configured.decisions.items():
-        if target.decisions.get(hook) != name:
+    """A key of the configuration that it has another value for, or a decision that the
+    configuration leaves to `use`; empty if there is none."""
+    for hook in sorted({*configured.decisions, *target.decisions}):
+        if target.decisions.get(hook) != configured.decisions.get(hook):
             return f"policy.{hook}"
     for policy, table in configured.parameters.items():
         mine = target.parameters.get(policy, {})

@@ -78,6 +78,9 @@ class AutopilotRunner:
         self._clock = clock
         self._unix_clock = unix_clock
         self._utc_offset = utc_offset
+        self._configured = configured
+        self._remembers = ""
+        """The journal that it read next to what is remembered."""
         self._started = False
         self._ticking: asyncio.Task[None] | None = None
         self._replaying: asyncio.Task[None] | None = None
@@ -87,11 +90,13 @@ class AutopilotRunner:
 
     def configure(self, terms: AutopilotTerms, configured: PolicyChoice) -> None:
         """The configuration says so from now on. What is remembered is read from next to the
-        journal the first time."""
-        before = self._control.terms
-        if terms.journal and terms.journal != before.journal:
+        journal the first time that it is not off."""
+        self._configured = configured
+        on = terms.mode is not AutopilotMode.OFF
+        if on and terms.journal and terms.journal != self._remembers:
+            self._remembers = terms.journal
             barred = read_barred(barred_path(terms.journal))
-            hours, problem = read_seasons(seasons_path(terms.journal))
+            hours, problem = read_seasons(seasons_path(terms.journal), configured)
             self._control = Control(terms, configured, barred, hours)
             if problem:
                 self._do(self._control.forgot(self._now(), problem))
@@ -125,7 +130,7 @@ class AutopilotRunner:
         """Time went on."""
         self._do(self._control.tick(self._now(), self._see()))
         if (cells := self._control.learned()) is not None:
-            self._keep(self._write_hours(cells))
+            self._keep(self._write_hours(cells, self._configured))
 
     def report(self) -> AutopilotReport:
         """For operators."""
@@ -187,11 +192,11 @@ class AutopilotRunner:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _write_hours(self, cells: tuple[Cell, ...]) -> None:
+    async def _write_hours(self, cells: tuple[Cell, ...], configured: PolicyChoice) -> None:
         """One after the other: the newest is to stay."""
         path = seasons_path(self._control.terms.journal)
         async with self._writing_hours:
-            await asyncio.to_thread(write_seasons, path, cells)
+            await asyncio.to_thread(write_seasons, path, cells, configured)
 
     async def _replay(self, asked: StartReplay) -> None:
         terms = self._control.terms

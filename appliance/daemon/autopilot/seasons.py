@@ -6,6 +6,7 @@ Without input, output or clock: a time is an *hour*, counted since the begin of 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Annotated, Final
 
@@ -44,6 +45,14 @@ def local_hour(unix_seconds: float, utc_offset_seconds: float) -> int:
 def cell_of(hour: int) -> int:
     """0 is Monday, from 0 to 1 o'clock."""
     return (hour + FIRST_WEEKDAY_HOURS) % CELLS
+
+
+def set_by_hand(configured: PolicyChoice) -> str:
+    """A digest of the decisions and parameters of a configuration. What is remembered holds for
+    these alone: a choice has some of them, and would bring them back after they were removed."""
+    tables = {name: table for name, table in configured.parameters.items() if table}
+    text = msgspec.json.encode((configured.decisions, tables), order="deterministic")
+    return hashlib.sha256(text).hexdigest()
 
 
 class Mean(Word, frozen=True):

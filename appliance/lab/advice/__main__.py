@@ -23,6 +23,7 @@ import msgspec
 
 from appliance.errors import ApplianceError
 from appliance.platform.children import (
+    be_last_for_processors,
     die_with_parent,
     forbid_core_dumps,
     forbid_new_privileges,
@@ -49,9 +50,8 @@ KEYS = {
 
 
 def limit_costs(cpu_seconds: float) -> None:
-    """Be the last in line for processors, the first to go when memory is short, and end with the
-    daemon, or after so much processor time."""
-    os.nice(19)
+    """Be the first to go when memory is short, and end with the daemon, or after so much processor
+    time."""
     die_with_parent(signal.SIGKILL)
     forbid_new_privileges()
     forbid_core_dumps()
@@ -122,10 +122,12 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def main(words: list[str]) -> int:
-    """Returns the exit status."""
+def main(words: list[str], step_back: Callable[[], None] = be_last_for_processors) -> int:
+    """Returns the exit status. `step_back` has others go first; tests that wait for an answer do
+    without."""
     journal, window_seconds, cpu_seconds, hard_cpu_seconds, choices = words
     own = keep_stdout()
+    step_back()
     limit_costs(float(hard_cpu_seconds))
     hard = float(hard_cpu_seconds)
     also = msgspec.json.decode(choices, type=list[PolicyChoice])

@@ -389,6 +389,7 @@ def test_an_operator_who_chooses_while_it_changes_or_watches() -> None:
         ({"parameters": {"old": {"x": 1}}}, {"parameters": {"old": {"x": 2}}}, "policy.old.x"),
         ({"parameters": {"old": {"x": 1}}}, {"parameters": {"old": {"y": 2}}}, "policy.old.x"),
         ({"decisions": {"round": "r"}}, {}, "policy.round"),
+        ({}, {"decisions": {"round": "r"}}, "policy.round"),
         ({"decisions": {"round": "r"}}, {"decisions": {"round": "s"}}, "policy.round"),
     ],
 )

@@ -119,6 +119,56 @@ def test_what_it_may_not_apply_waits_for_the_replay(why: str) -> None:
     assert desk.steps == []
 
 
+def test_a_remembered_decision_that_the_file_does_not_name_is_not_applied() -> None:
+    """It was named when that choice won: `use` is all that it may change."""
+    named = replace(NEW, decisions={"round": "new"})
+    seasons = Seasons()
+    for cell in hours():
+        for one in cell.choices:
+            for week in (2, 1):
+                seasons.compared(one.hour - 168 * (week - 1), named, 0.3, 0.05)
+    desk = desk_before_an_hour()
+    desk.control = Control(SLOW, OLD, hours=seasons.table())
+    (begun,) = desk.run(2000)
+    assert isinstance(begun, StartReplay)
+    assert begun.also == (named,)
+
+
+@pytest.mark.parametrize(
+    ("now", "kept"),
+    [
+        (replace(OLD, use=("old", "older")), True),
+        (replace(OLD, parameters={"old": {"x": 1}}), False),
+        (replace(OLD, decisions={"round": "old"}), False),
+    ],
+)
+def test_what_was_learned_under_other_settings_by_hand_is_forgotten(
+    now: PolicyChoice, kept: bool
+) -> None:
+    """At the reload that sets or removes one: a choice may have the parameter that is gone. It is
+    an event, and the file is written anew."""
+    desk = desk_before_an_hour()
+    desk.do(desk.control.configure(desk.moment, SLOW, now))
+    assert desk.steps == ([] if kept else [AutopilotStep.FORGOT])
+    assert desk.control.learned() == (None if kept else ())
+    desk.active = now
+    (first,) = desk.run(200) or desk.run(2000)
+    assert isinstance(first, Use if kept else StartReplay)
+    assert kept or first.also == ()
+
+
+def test_what_an_operator_tries_is_not_learned() -> None:
+    """It would come back in other weeks, without the operator."""
+    desk = desk_before_an_hour(weeks=0)
+    desk.do(desk.control.operator_chose(desk.moment))
+    mine = replace(OLD, parameters={"old": {"x": 9}})
+    desk.active = mine
+    desk.until_replay()
+    desk.advise(advice(replace(NEW, parameters={"new": {"x": 9}}), current=mine))
+    assert desk.steps == [AutopilotStep.PROPOSED]
+    assert desk.control.learned() is None
+
+
 def test_a_bar_holds_for_the_same_policies_with_other_tables() -> None:
     """Parameters of policies that do not decide make no other choice."""
     tables = {"old": {"x": 1}}
@@ -229,7 +279,7 @@ def test_hours_are_those_of_local_clocks(
     unix = datetime(2026, month, monday, utc_hour, 30, tzinfo=UTC).timestamp()
     cell = Cell(number=9, choices=(Remembered(choice=NEW, hour=int(unix // 3600), wins=1,
                 gain=Mean(value=0.3, weight=1.0)),))  # fmt: skip
-    write_seasons(seasons_path(str(tmp_path / "journal")), (cell,))
+    write_seasons(seasons_path(str(tmp_path / "journal")), (cell,), OLD)
     monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
     time.tzset()
     try:
@@ -237,7 +287,8 @@ def test_hours_are_those_of_local_clocks(
             OLD, NoDecisions(), lambda: Seen(active=OLD, promises=Promises()), EventLog(),
             clock=lambda: 0.0, unix_clock=lambda: unix,
         )  # fmt: skip
-        pilot.configure(AutopilotTerms(journal=str(tmp_path / "journal")), OLD)
+        journal = str(tmp_path / "journal")
+        pilot.configure(AutopilotTerms(mode=AutopilotMode.PROPOSE, journal=journal), OLD)
         assert [one.choice for one in pilot.report().hour] == [NEW]
     finally:
         monkeypatch.undo()

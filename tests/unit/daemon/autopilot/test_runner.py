@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.daemon.autopilot.barred_file import barred_path, read_barred
+from appliance.daemon.autopilot import runner
+from appliance.daemon.autopilot.barred_file import barred_path, read_barred, write_barred
 from appliance.daemon.autopilot.control import Seen
 from appliance.daemon.autopilot.replay_process import ReplayFailed
 from appliance.daemon.autopilot.runner import AutopilotRunner
@@ -22,6 +23,7 @@ from appliance.service.autopilot import (
     AutopilotReport,
     AutopilotStep,
     AutopilotTerms,
+    Barred,
     Promises,
     Recommendation,
 )
@@ -327,8 +329,11 @@ async def pilot(tmp_path: Path) -> AsyncIterator[Pilot]:
     await made.runner.stop()
 
 
-async def test_what_is_rolled_back_is_remembered_before_the_change(pilot: Pilot) -> None:
+async def test_what_is_rolled_back_is_remembered_before_the_change(
+    monkeypatch: pytest.MonkeyPatch, pilot: Pilot
+) -> None:
     """On the disk: so a daemon that ends in the change does not apply it again."""
+    monkeypatch.setattr(runner, "LONGEST_WRITE_SECONDS", PATIENCE_SECONDS)
     await pilot.until(AutopilotStep.ROLLED_BACK)
     assert pilot.decisions.asked == [(NEW, False), (OLD, True)]
     assert [one.choice for one in read_barred(pilot.barred)] == [NEW]
@@ -411,12 +416,32 @@ async def test_a_damaged_file_of_hours_is_an_event(make_rig: MakeRig, tmp_path: 
     await rig.noted(2)
     rig.pilot.tick()
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not read_seasons(path)[0]:  # noqa: ASYNC110
+        while not read_seasons(path, OLD)[0]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-def test_a_spoiled_file_is_no_obstacle(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", [b'[{"choice": 1}]', b'[{"choice": {"use": ["\xff"]}}]', b"[" * 100_000]
+)
+def test_a_spoiled_file_is_no_obstacle(tmp_path: Path, text: bytes) -> None:
     path = barred_path(str(tmp_path / "journal"))
     assert read_barred(path) == []
-    path.write_bytes(b'[{"choice": 1}]')
+    path.write_bytes(text)
     assert read_barred(path) == []
+
+
+async def test_off_it_reads_no_file(tmp_path: Path) -> None:
+    """Whatever is in them is no matter of a daemon without an autopilot; once it is on, they are
+    read."""
+    journal = str(tmp_path / "journal")
+    write_barred(barred_path(journal), (Barred(choice=NEW, until_unix_seconds=UNIX + 3600),))
+    seasons_path(journal).write_bytes(b"\0")
+    pilot = AutopilotRunner(
+        OLD, FailingDecisions(Path(journal)), lambda: Seen(active=OLD, promises=Promises()),
+        EventLog(), clock=lambda: 0.0, unix_clock=lambda: UNIX,
+    )  # fmt: skip
+    pilot.configure(AutopilotTerms(journal=journal), OLD)
+    assert (pilot.report().barred, pilot.report().notes) == ((), ())
+    pilot.configure(AutopilotTerms(mode=AutopilotMode.PROPOSE, journal=journal), OLD)
+    assert [one.choice for one in pilot.report().barred] == [NEW]
+    assert [note.what for note in pilot.report().notes] == [AutopilotStep.FORGOT]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from appliance.daemon.autopilot.seasons import (
     CELLS,
@@ -216,9 +218,9 @@ def test_it_stays_within_its_bounds_and_survives_a_restart(
     assert all(len(cell.choices) <= MOST_CHOICES for cell in table)
     with tempfile.TemporaryDirectory() as folder:
         path = seasons_path(f"{folder}/journal")
-        write_seasons(path, table)
+        write_seasons(path, table, OLD)
         assert path.stat().st_size <= MOST_BYTES
-        assert read_seasons(path) == (table, "")
+        assert read_seasons(path, OLD) == (table, "")
         assert Seasons(table).table() == table
 
 
@@ -230,7 +232,7 @@ def test_one_that_wins_is_not_pushed_out() -> None:
     assert len(seasons.report(MONDAY_9)) == MOST_CHOICES
 
 
-GOOD = '{"version": 1, "cells": [{"number": 9, "choices": [%s]}]}'
+GOOD = '{"version": 2, "by_hand": "", "cells": [{"number": 9, "choices": [%s]}]}'
 
 
 @pytest.mark.parametrize(
@@ -239,25 +241,50 @@ GOOD = '{"version": 1, "cells": [{"number": 9, "choices": [%s]}]}'
         (b"", "Input data was truncated"),
         (b"\xff\xfe", "malformed"),
         (b"[" * 100_000, "cannot be used"),
-        (b'{"version": 1, "cells": 3}', "Expected `array`, got `int`"),
-        (b'{"version": 1, "cells": [{"number": 168, "choices": []}]}', "<= 167"),
+        (b'{"version": 2, "by_hand": "", "cells": 3}', "Expected `array`, got `int`"),
+        (b'{"version": 2, "by_hand": "", "cells": [{"number": 168, "choices": []}]}', "<= 167"),
         ((GOOD % '{"choice": {"use": ["a"]}, "hour": 1e30}').encode(), "`int`"),
         ((GOOD % '{"choice": {"use": ["a"]}, "hour": 1, "kept": {"value": 9}}').encode(), "<= 1"),
         ((GOOD % ('{"choice": {"use": ["%s"]}, "hour": 1}' % ("a" * 2000))).encode(), "1024 bytes"),
-        (b'{"version": 2, "hours": []}', f"version 2, and this daemon reads version {VERSION}"),
+        (b'{"version": 1, "hours": []}', f"version 1, and this daemon reads version {VERSION}"),
     ],
 )
 def test_a_damaged_file_is_told(tmp_path: Path, text: bytes, said: str) -> None:
     """With the reason; what is written next replaces it."""
     path = seasons_path(str(tmp_path / "journal"))
-    assert read_seasons(path) == ((), "")
+    assert read_seasons(path, OLD) == ((), "")
     path.write_bytes(text)
-    cells, problem = read_seasons(path)
+    cells, problem = read_seasons(path, OLD)
     assert cells == ()
     assert str(path) in problem
     assert said in problem
-    write_seasons(path, won(2).table())
-    assert Seasons(read_seasons(path)[0]).ahead(MONDAY_9, OLD) is not None
+    write_seasons(path, won(2).table(), OLD)
+    assert Seasons(read_seasons(path, OLD)[0]).ahead(MONDAY_9, OLD) is not None
+
+
+@pytest.mark.parametrize(
+    ("now", "holds"),
+    [
+        ({}, True),
+        ({"use": ("new", "old")}, True),
+        ({"parameters": {"old": {"b": 2, "a": 1}, "new": {}}}, True),
+        ({"parameters": {}}, False),
+        ({"parameters": {"old": {"a": 2, "b": 2}}}, False),
+        ({"decisions": {}}, False),
+    ],
+)
+def test_a_file_holds_for_what_was_set_by_hand(
+    tmp_path: Path, now: dict[str, Any], holds: bool
+) -> None:
+    """Decisions and parameters; the policies in use may be others."""
+    before = PolicyChoice(
+        use=("old",), decisions={"round": "old"}, parameters={"old": {"a": 1, "b": 2}}
+    )
+    path = seasons_path(str(tmp_path / "journal"))
+    write_seasons(path, won(2).table(), before)
+    cells, problem = read_seasons(path, replace(before, **now))
+    assert bool(cells) is holds
+    assert ("other decisions or parameters" in problem) is not holds
 
 
 @given(st.binary(max_size=200))
@@ -265,7 +292,7 @@ def test_no_file_stops_the_daemon(text: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         path.write_bytes(text)
-        cells, problem = read_seasons(path)
+        cells, problem = read_seasons(path, OLD)
         assert problem
         assert cells == ()
 
