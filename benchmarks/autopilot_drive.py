@@ -64,10 +64,10 @@ EVENT_SECONDS = 100e-6
 class Streams:
     """Counts what clients get, with the daemon's own counter (`appliance.daemon.requests`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch_seconds: float) -> None:
         self.changes = 0
         """How often other policies came to decide."""
-        self._promises = PromiseCount(lambda: self.changes)
+        self._promises = PromiseCount(lambda: self.changes, lambda: watch_seconds)
         self._live: dict[RequestId, RequestStream] = {}
 
     def hear(self, now: float, event: Event, commands: Sequence[Command]) -> None:
@@ -89,7 +89,7 @@ class Streams:
         for stream in self._live.values():
             if not stream.counted and now > stream.due():
                 self._promises.broken(stream)
-        return self._promises.total
+        return self._promises.total(self._live.values())
 
     def _arrived(self, now: float, spec: RequestSpec) -> None:
         request = SubmitRequest(
@@ -134,11 +134,17 @@ def _never(*_: object) -> None:
 class DayMachine(Machine):
     """The daemon's machine, with the journal and the counters that the daemon has around it."""
 
-    def __init__(self, setup: Setup, stack: PolicyStack, journal: Journal | None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        stack: PolicyStack,
+        journal: Journal | None,
+        watch_seconds: float = AutopilotTerms().watch_seconds,
+    ) -> None:
         host = HostLedger(setup.host_bytes, setup.slab_bytes, setup.kv_floor_slabs)
         costs, disk = CostModel(setup.models), DiskLedger(setup.disk_bytes)
         super().__init__(setup.models, setup.instances, host, stack, costs, disk)
-        self.streams = Streams()
+        self.streams = Streams(watch_seconds)
         self.choice = setup.policy
         """The policies that decide, or that are about to."""
         self._journal = journal
@@ -316,7 +322,7 @@ def autopilot_day(setting: Setting, choice: PolicyChoice, terms: AutopilotTerms)
     setup = setup_of(setting, choice)
     with Journal(Path(terms.journal), setup) as journal:
         stack = setup.stack()
-        machine = DayMachine(setup, stack, journal)
+        machine = DayMachine(setup, stack, journal, terms.watch_seconds)
         autopilot = Autopilot(terms, machine, setup)
         run = _simulated(machine, setting, autopilot)
     return Day(run, autopilot.notes, autopilot.replays)

@@ -232,8 +232,9 @@ class Daemon:
             models, machine, self.workers.values(), feed, metrics, handle, self._forget_model
         )
         policies = self._decisions.policies
+        judged = (lambda: policies.changes, self._watch_seconds)
         self._requests = RequestStreams(
-            self.catalogue, machine, handle, feed, metrics, clock, lambda: policies.changes
+            self.catalogue, machine, handle, feed, metrics, clock, *judged
         )
         self._links = WorkerLinks(self.workers, self._requests.streams, metrics)
         self._counters = WorkCounters(metrics, feed)
@@ -420,6 +421,9 @@ class Daemon:
 
     def _seen(self) -> Seen:
         return self._decisions.seen(self._requests.kept())
+
+    def _watch_seconds(self) -> float:
+        return self.autopilot.terms.watch_seconds
 
     # --- what can be seen ------------------------------------------------------------------------
 

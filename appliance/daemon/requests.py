@@ -77,12 +77,13 @@ class RequestStreams:
         metrics: Metrics,
         clock: Callable[[], float],
         policy_changes: Callable[[], int],
+        watch_seconds: Callable[[], float],
     ) -> None:
         """`handle` gives the machine an event; `policy_changes` says how often other policies came
-        to decide."""
+        to decide, `watch_seconds` how long the autopilot watches changes."""
         self.streams: dict[RequestId, RequestStream] = {}
         self.windows: defaultdict[ModelName, SloWindow] = defaultdict(SloWindow)
-        self.promises = PromiseCount(policy_changes)
+        self.promises = PromiseCount(policy_changes, watch_seconds)
         self.phases = RequestPhases()
         self._models = models
         self._machine = machine
@@ -165,7 +166,7 @@ class RequestStreams:
         for stream in self.streams.values():
             if not stream.counted and self._overdue(stream, now):
                 self.promises.broken(stream)
-        return self.promises.total
+        return self.promises.total(self.streams.values())
 
     @staticmethod
     def _overdue(stream: RequestStream, now: float) -> bool:

@@ -37,27 +37,34 @@ class AutopilotTerms(Word, frozen=True):
 
 
 class Promises(Word, frozen=True):
-    """What clients got: all of it up to a time, or between two times. None of it ever falls, and
-    what is bad is a part of what there is."""
+    """What clients got: all of it up to a time, or between two times. None of it ever falls, but
+    `on_time`, and what is bad is a part of what there is."""
 
     tokens: int = 0
     late: int = 0
     """Of the tokens."""
     requests: int = 0
-    """That have all they asked for, or missed a target."""
+    """That have all they asked for, or missed a target; between two times, also those that came to
+    be on time."""
     missed: int = 0
     """Of the requests: one of their tokens was late, is late already, or a policy refused them."""
     unanswered: int = 0
-    """Requests that were refused, or late, before they had a token. Of each key so many are missed
-    as it had answered ones."""
+    """Requests that were refused, or late, before they had a token; of a key only some. Of these so
+    many are missed as it had answered ones."""
+    on_time: int = 0
+    """Requests that are under way at a time, have a first token, and missed nothing yet: a miss is
+    known at once, and that one was kept only at its end. 0 between two times."""
 
     def since(self, earlier: Promises) -> Promises:
-        """What came after that."""
+        """What came after that. A request under way counts as kept from its first token on, unless
+        it misses a target until then or later: so it counts once, in one time or in another."""
+        ended, missed = self.requests - earlier.requests, self.missed - earlier.missed
         return Promises(
             tokens=self.tokens - earlier.tokens,
             late=self.late - earlier.late,
-            requests=self.requests - earlier.requests,
-            missed=self.missed - earlier.missed,
+            # Those that were on time earlier may all have missed something since, or be cancelled.
+            requests=max(missed, ended + self.on_time - earlier.on_time),
+            missed=missed,
             unanswered=self.unanswered - earlier.unanswered,
         )
 

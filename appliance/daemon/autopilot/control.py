@@ -176,6 +176,8 @@ class Control:
         self._barred = list(barred)
         self._seasons = Seasons(hours)
         self._learned = False
+        self.configured_times = 0
+        """What was asked for before the last time does not wait for an answer any more."""
         self._held = False
         self._phase: _Waiting | _Replaying | _Changing | _Watching | _Returning = _Waiting()
         self._next: float | None = None
@@ -330,6 +332,7 @@ class Control:
         forgotten = self._forget_hours(at, configured)
         ends: list[Action] = [EndReplay()] if isinstance(self._phase, _Replaying) else []
         self._end_replay(at)
+        self.configured_times += 1
         self.terms, self._configured, self._held = terms, configured, False
         self._next = at.seconds + terms.interval_seconds
         return [*ends, *forgotten]
@@ -434,7 +437,7 @@ class Control:
             reason = f"policy {seen.ailing} failed too often"
         elif starved:
             reason = (
-                f"{got.unanswered} requests had no answer in time, or were refused, in"
+                f"at least {got.unanswered} requests had no answer in time, or were refused, in"
                 f" {seconds:.0f} s, and {got.requests} others count"
             )
         else:

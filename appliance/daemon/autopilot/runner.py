@@ -104,6 +104,11 @@ class AutopilotRunner:
         self._tick_if_on()
 
     @property
+    def terms(self) -> AutopilotTerms:
+        """Those it works on."""
+        return self._control.terms
+
+    @property
     def ticks(self) -> bool:
         """Whether it does anything: it is not off, and made no mistake."""
         return self._ticking is not None
@@ -179,7 +184,7 @@ class AutopilotRunner:
                     if self._replaying is not None:
                         self._replaying.cancel()
                 case Use():
-                    self._keep(self._use(action.choice, barring))
+                    self._keep(self._use(action.choice, self._control.configured_times, barring))
                 case Bar():
                     path = barred_path(self._control.terms.journal)
                     barring = self._keep(asyncio.to_thread(write_barred, path, action.barred))
@@ -211,23 +216,35 @@ class AutopilotRunner:
         else:
             self._do(self._control.advised(self._now(), self._see(), found))
 
-    async def _use(self, choice: PolicyChoice, after: asyncio.Task[None] | None) -> None:
-        """Once that is done, unless it takes too long: a disk must not keep a bad policy."""
+    async def _use(
+        self, choice: PolicyChoice, configured: int, after: asyncio.Task[None] | None
+    ) -> None:
+        """Once that is done, unless it takes too long: a disk must not keep a bad policy. What
+        becomes of it is dropped after a reload, which ended that change."""
         control = self._control
+
+        def still() -> bool:
+            return control is self._control and control.configured_times == configured
+
         if after is not None:
             await asyncio.wait([after], timeout=LONGEST_WRITE_SECONDS)
+        failure = ""
         try:
-            done = await self._decisions.set_policy_if(lambda: control.may_change, choice)
+            if not await self._decisions.set_policy_if(
+                lambda: still() and control.may_change, choice
+            ):
+                failure = "an operator chose policies meanwhile"
         except ApplianceError as error:
-            self._do(control.failed(self._now(), f"the policies cannot be changed: {error}"))
+            failure = f"the policies cannot be changed: {error}"
         except Exception as error:  # whatever it is, the daemon and the autopilot go on
             log.exception("the autopilot's change of policies failed")
-            self._do(control.failed(self._now(), f"the policies cannot be changed: {error!r}"))
+            failure = f"the policies cannot be changed: {error!r}"
+        if not still():
+            return
+        if failure:
+            self._do(control.failed(self._now(), failure))
         else:
-            if done:
-                self._do(control.used(self._now(), self._see()))
-            else:
-                self._do(control.failed(self._now(), "an operator chose policies meanwhile"))
+            self._do(control.used(self._now(), self._see()))
 
     def _tell(self, note: AutopilotNote) -> None:
         facts = {k: v for k, v in msgspec.structs.asdict(note).items() if v is not None}

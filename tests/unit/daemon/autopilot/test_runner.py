@@ -262,10 +262,14 @@ class FailingDecisions:
         self.asked: list[tuple[PolicyChoice, bool]] = []
         """For which, and whether something was barred on disk by then."""
         self._barred = barred
+        self.gate: asyncio.Event | None = None
+        """Until when changes take."""
 
     async def set_policy_if(self, still: Callable[[], bool], choice: PolicyChoice) -> bool:
         self.asked.append((choice, self._barred.exists()))
         await asyncio.sleep(0)
+        if self.gate is not None:
+            await self.gate.wait()
         failure = self.failures.pop(0) if self.failures else None
         if failure is not None:
             raise failure
@@ -303,20 +307,24 @@ class Pilot:
     ) -> Recommendation:
         return good()
 
+    async def second(self) -> None:
+        """One goes by."""
+        self.now += 1.0
+        late = 10 if self.decisions.choice == NEW else 0
+        self.promises = Promises(
+            tokens=self.promises.tokens + 10,
+            late=self.promises.late + late,
+            requests=self.promises.requests + 10,
+            missed=self.promises.missed + late,
+        )
+        self.runner.tick()
+        await asyncio.sleep(0.001)
+
     async def until(self, step: AutopilotStep) -> AutopilotNote:
         """Time goes on until it has done so."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
-                self.now += 1.0
-                late = 10 if self.decisions.choice == NEW else 0
-                self.promises = Promises(
-                    tokens=self.promises.tokens + 10,
-                    late=self.promises.late + late,
-                    requests=self.promises.requests + 10,
-                    missed=self.promises.missed + late,
-                )
-                self.runner.tick()
-                await asyncio.sleep(0.001)
+                await self.second()
                 notes = self.runner.report().notes
                 if notes and notes[-1].what is step:
                     return notes[-1]
@@ -357,6 +365,38 @@ async def test_a_change_that_fails_is_a_warning(
     assert len(warned) == 3
     assert all("the policies cannot be changed" in line for line in warned)
     assert "it is tried again in 5 s" in warned[1]
+
+
+@pytest.mark.parametrize("error", [PolicyChoiceError("no policy"), None])
+async def test_the_end_of_a_change_that_a_reload_ended_is_not_heard(
+    pilot: Pilot, error: Exception | None
+) -> None:
+    """It comes while the next replay runs, which goes on: its own answer is what counts."""
+    pilot.decisions.gate = gate = asyncio.Event()
+    pilot.decisions.failures = [error]
+    asked = asyncio.Event()
+    answer: asyncio.Future[Recommendation] = asyncio.get_running_loop().create_future()
+
+    async def replay(*_: object) -> Recommendation:
+        asked.set()
+        return await answer
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not pilot.decisions.asked:
+            await pilot.second()
+        pilot.runner.replay = replay
+        pilot.runner.configure(pilot.runner.terms, OLD)
+        while not asked.is_set():
+            await pilot.second()
+    assert pilot.runner.report().phase == "replaying"
+    gate.set()
+    await asyncio.gather(*pilot.runner._tasks)
+    assert pilot.decisions.choice == OLD
+    assert pilot.runner.report().phase == "replaying"
+    assert pilot.runner.report().notes == ()
+    answer.set_result(good())
+    applied = await pilot.until(AutopilotStep.APPLIED)
+    assert applied.choice == NEW
 
 
 async def test_a_mistake_of_its_own_ends_it_until_a_reload(make_rig: MakeRig) -> None:
