@@ -30,7 +30,6 @@ from appliance.plugins.shedding import (
     Shed,
     Shedding,
     is_hopeless,
-    may_be_shed,
     refusal_reason,
 )
 from appliance.scheduling.policy_api import (
@@ -176,9 +175,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     """A model has homes, which it does not leave for each request, if a switch to it takes more
     than this share of its TTFT target."""
     shed: Shed = Shed.NEVER
-    """Which requests are refused at once: "never" any, or those that are "hopeless", as their first
-    token would come later than its target by more than a tenth of it, wherever they went. Batch
-    work never is, nor what was taken on."""
+    """Which requests are refused at once: "never" any, or those that are "hopeless", as they would
+    wait for others longer than their TTFT target and a tenth of it, wherever they went. Batch work
+    never is, nor what was taken on."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
     """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
     of each model, from its own answers, made it worse: they vary more than the truth.)"""
@@ -223,6 +222,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         if self._homes.are_due(now, there):
             self._placements = self._plan_homes(cluster, costs)
         self._lone.plan(now, cluster, costs)
+        self._shedding.note_rest(cluster)
         return self._placements
 
     def _plan_homes(self, cluster: ClusterView, costs: Costs) -> list[Placement]:
@@ -248,7 +248,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         needed = self._parking.open_instances(now, asked, len(cluster.instances))
         if len(self._homes.of) > 1 or not parking.may_park(cluster):
             needed = len(cluster.instances)
-        return parking.fleet(cluster, needed)
+        fleet = parking.fleet(cluster, needed)
+        self._shedding.note_rest(cluster, fleet.mixed)
+        return fleet
 
     @hookimpl
     def prefill(
@@ -284,7 +286,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                     seconds += expected.switch_seconds
             if (seconds, view.id) < (soonest, best.id):
                 best, soonest = view, seconds
-        if self.shed is Shed.HOPELESS and may_be_shed(request):
+        if self.shed is Shed.HOPELESS and self._shedding.may_refuse(request):
             estimate = self._shedding.soonest(
                 now,
                 request,
@@ -293,7 +295,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 lambda view: self._look(now, view, costs).works,
                 costs,
             )
-            if is_hopeless(now, request, estimate.seconds):
+            if is_hopeless(now, request, estimate.wait_seconds):
                 return Refusal(reason=refusal_reason(now, request, estimate.seconds))
             best = estimate.view
         self._chosen = best.id

@@ -88,7 +88,7 @@ class Parking:
     def _link_instances(self, asked: Asked) -> float:
         """The fewest, k, whose links are busy for no more than the share `load`: the share of
         loads that are needed is that of the weights which find no room on k instances."""
-        if not asked.loads:
+        if not asked.loads or not asked.weights:
             return 0.0
         return asked.loads / (self._load + asked.loads / asked.weights)
 
@@ -275,13 +275,14 @@ def _kv_bytes(cluster: ClusterView) -> float:
 def _begun(
     now: float, view: InstanceView, outputs: Mapping[ModelName, float], costs: Costs
 ) -> float:
-    """The share of an instance that those who decode here need at the pace of their TBT target,
-    and the prompts, with the load of their models, until their deadlines. Batch requests have their
-    answers by then, too: they come all at once, and what decodes later would not be seen."""
+    """The share of an instance that those who decode here need at the pace of their TBT target (a
+    model at most all of it: a target that none can keep opens no other instance), and the prompts,
+    with the load of their models, until their deadlines. Batch requests have their answers by then,
+    too: they come all at once, and what decodes later would not be seen."""
     needed = 0.0
     for batch in view.batches:
         step = costs.step_seconds(batch.model, batch.requests, batch.kv_tokens)
-        needed += step / batch.slo.tbt_seconds
+        needed += min(1.0, step / batch.slo.tbt_seconds)
     for group in view.groups:
         seconds = group.waiting * costs.prefill_seconds(group.model, group.tokens // group.waiting)
         if group.model not in view.resident:

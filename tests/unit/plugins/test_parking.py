@@ -205,6 +205,25 @@ def test_links_bound_it_where_weights_are_away() -> None:
     assert count == 2  # 0.75 of a link on two, where one may be busy
 
 
+def test_memory_is_reserved_for_bursts() -> None:
+    """As `test_bursts_are_reserved_for`, of KV: tokens that come evenly need three instances for
+    three, and more if all come in one window of ten."""
+    even, uneven = Parking(LOAD, IDLE), Parking(LOAD, IDLE)
+    rate = 0.0
+    for now in range(600):
+        rate = rate * math.exp(-1 / WINDOW_SECONDS) + (now % 100 < 10) * 1000 / WINDOW_SECONDS
+        steady = even.open_instances(now, asked(memory=3.0, tokens=100.0), 100)
+        bursty = uneven.open_instances(now, asked(memory=3.0, tokens=rate), 100)
+    assert steady == 3
+    assert bursty >= 3 * (1 + 2 * 1.4)
+
+
+def test_models_without_weights_need_no_links() -> None:
+    (count,) = opened(after_calm(asked(0.1)), [1001], asked(0.1, loads=0.1, weights=0.0))
+
+    assert count == 1
+
+
 def test_a_box_of_none_that_is_up_keeps_one() -> None:
     assert opened(Parking(LOAD, IDLE), [0, 100], asked(), box=1) == [1, 1]
 
@@ -279,6 +298,14 @@ def test_what_decodes_and_what_waits_is_begun() -> None:
     assert found.begun == pytest.approx(0.5 + 3.0 / 6.0 + 1.0)
     assert found.expected == 0.25
     assert found.lead_seconds == 3.0
+
+
+def test_a_target_that_none_can_keep_opens_one_instance_at_most() -> None:
+    view = instance_view(0, batches=(batch_view("a", tbt=1e-6),))
+
+    found = read(10.0, cluster_view([view], model_view("a")), COSTS, {"a": 0.0})
+
+    assert found.begun == 1.0
 
 
 def test_batch_requests_have_their_answers_by_their_deadline() -> None:
