@@ -30,6 +30,7 @@ WALL_CLOCK = {
     "api/ollama/catalog.py": "`expires_at`",
     "cli/ceilings.py": "when ceilings were measured",
     "cli/keys.py": "when keys end",
+    "daemon/autopilot/runner.py": "which hour of the week it is, and how long a choice is barred",
     "daemon/daemon.py": "when a snapshot was taken, and spans were",
     "daemon/policy_history.py": "when policies were chosen",
     "frontend/ollama/replies.py": "`created_at`",
@@ -38,7 +39,8 @@ WALL_CLOCK = {
     "platform/wall_clock.py": "when files, batches and keys expire",
     "service/event_log.py": "when something happened",
 }
-"""Where the time of day is asked for, and what it is told for: never to measure, nor to decide."""
+"""Where the time of day is asked for, and what it is told for: never to measure, nor to decide, but for the
+autopilot, which remembers hours of the week."""
 
 
 @pytest.fixture
