@@ -39,8 +39,8 @@ WALL_CLOCK = {
     "platform/wall_clock.py": "when files, batches and keys expire",
     "service/event_log.py": "when something happened",
 }
-"""Where the time of day is asked for, and what it is told for: never to measure, nor to decide, but for the
-autopilot, which remembers hours of the week."""
+"""Where the time of day is asked for, and what it is told for: never to measure, nor to decide, but
+for the autopilot, which remembers hours of the week."""
 
 
 @pytest.fixture
