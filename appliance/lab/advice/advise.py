@@ -51,6 +51,7 @@ LEARNED_FROM = 2
 """Times the minutes that are replayed are read: from these the lab learns how fast the box is."""
 NOISY_REPLAYS = 3
 """Of the whole window, where times vary."""
+STOPPED = "its replay took more CPU time than was left"
 
 
 class Meter(Protocol):
@@ -254,6 +255,8 @@ class _Search:
             if isinstance(played, Score):
                 self._scores[trial.candidate, trial.rung].append(played)
                 self._halving.scored(trial, played.value, cost)
+            elif played == STOPPED:
+                self._halving.stopped(trial, played, cost)
             else:
                 self._halving.failed(trial, played, cost)
             done()
@@ -276,7 +279,7 @@ class _Search:
                 window = self._window.last(share)
                 found = replayed(self._found, window, contender_of(choice), seed)
         except OutOfCpuTime:
-            return "its replay took more CPU time than was left"
+            return STOPPED
         except ApplianceError as error:
             return str(error)
         if isinstance(found, Failed):
@@ -296,6 +299,7 @@ class _Search:
         last = len(self._rungs) - 1
         now, really = self._scores[BASELINE, last], observed(self._found, self._window)
         requests = self._window.requests(self._found.setting)
+        compared = now[: self._halving.replays]
         error = lab_error([pair, *((score, really) for score in now)], requests)
         finalists = [
             Finalist(candidate=self._tried[number], scores=tuple(self._scores[number, last]))
@@ -310,7 +314,7 @@ class _Search:
             observed=really,
             rows=tuple(self._rows()),
             unsuited=tuple(unsuited),
-            verdict=verdict(self._tried[BASELINE].name, now, finalists, error),
+            verdict=verdict(self._tried[BASELINE].name, compared, finalists, error),
             cpu_seconds=cpu_seconds,
             cpu_budget_seconds=budget_seconds,
         )
@@ -320,14 +324,19 @@ class _Search:
         current, *others = rows
         return [current, *sorted(others, key=lambda row: (-row.share, -_known(row.difference)))]
 
+    def _compared(self, number: int, rung: int) -> list[Score]:
+        """On the last rung, those replays that the finalists have, too."""
+        scores = self._scores[number, rung]
+        return scores[: self._halving.replays] if rung + 1 == len(self._rungs) else scores
+
     def _row(self, number: int) -> Row:
         reached = self._halving.reached(number)
         dropped = self._halving.dropped.get(number)
-        scores = [] if reached is None else self._scores[number, reached]
+        scores = [] if reached is None else self._compared(number, reached)
         score = mean_score(scores) if scores else None
         difference = math.nan
         if score is not None and reached is not None:
-            difference = score.value - mean_score(self._scores[BASELINE, reached]).value
+            difference = score.value - mean_score(self._compared(BASELINE, reached)).value
         return Row(
             candidate=self._tried[number],
             share=0.0 if reached is None else self._rungs[reached].share,

@@ -2,7 +2,8 @@
 
 Sans-IO: `Halving` says what to replay next, and is given the score and what that cost. It starts
 no replay that it expects to go beyond the budget. Candidate 0 is the *baseline*: it takes part in
-every rung, first, and is never dropped.
+every rung, first, and is never dropped. On the last rung it and the best other one, the *leader*,
+are replayed in turn: there are as many such pairs as the budget suffices for.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
-
-import msgspec
 
 from appliance.vocabulary import Word
 
@@ -25,7 +24,7 @@ class Rung(Word, frozen=True):
 
     share: float
     replays: int = 1
-    """On the last rung: fewer if the budget does not suffice for the best candidate."""
+    """On the last rung: fewer if the budget does not suffice for the leader."""
     warmup: float = 0.0
     """That is replayed before, as a share of the window, too."""
 
@@ -83,34 +82,86 @@ class Halving:
         """Candidates that were given up."""
         self._rung = 0
         self._queue = list(range(candidates))
-        """Candidates that still have to pass this rung, the one that is at it first."""
+        """Candidates that still have to pass this rung, the one that is at it first. On the last
+        rung, without the baseline."""
+        self._replays = rungs[-1].replays
+        """To make on the last rung, as far as it is known what the budget suffices for."""
+        self._settled = False
+        """Whether that many were made of the leader."""
+        if len(rungs) == 1:
+            self._queue.remove(BASELINE)
 
     @property
     def spent_seconds(self) -> float:
         """CPU time of all replays so far."""
         return self._spent
 
+    @property
+    def replays(self) -> int:
+        """Of each finalist on the last rung. Of the baseline there may be more, to which no other
+        can be compared."""
+        return self._replays
+
     def next(self) -> Trial | None:
         """The next replay to make; None when the search is over."""
         while BASELINE not in self.dropped:
-            if self._queue:
-                candidate = self._queue[0]
-                done = len(self._scores[candidate][self._rung])
-                if done == self._rungs[self._rung].replays:
-                    del self._queue[0]
-                elif done == 0 and self._expected(candidate) > self._left(candidate):
-                    self._drop(candidate, OUT_OF_BUDGET)
-                else:
-                    return Trial(candidate, self._rung, done)
-            elif self._rung + 1 < len(self._rungs):
+            if self._is_last:
+                return self._next_of_last()
+            if not self._queue:
                 self._climb()
+                continue
+            candidate = self._queue[0]
+            done = len(self._scores[candidate][self._rung])
+            if done == self._rungs[self._rung].replays:
+                del self._queue[0]
+            elif done == 0 and self._expected(candidate) > self._left(candidate):
+                self._skip(candidate)
             else:
-                break
+                return Trial(candidate, self._rung, done)
         return None
+
+    def _next_of_last(self) -> Trial | None:
+        """Replay k of the baseline, then of the leader; those of all others at the end."""
+        base = len(self._scores[BASELINE][self._rung])
+        if base == 0:
+            if self._affords(BASELINE):
+                return Trial(BASELINE, self._rung, 0)
+            self._drop(BASELINE, OUT_OF_BUDGET)
+            return None
+        while self._queue:
+            candidate = self._queue[0]
+            done = len(self._scores[candidate][self._rung])
+            if done >= self._replays:
+                self._settled = True
+                del self._queue[0]
+            elif done == base and self._affords(BASELINE, candidate):
+                return Trial(BASELINE, self._rung, base)
+            elif done < base and self._affords_next(candidate, done):
+                return Trial(candidate, self._rung, done)
+            elif done == 0:
+                self._drop(candidate, OUT_OF_BUDGET)
+            else:
+                self._replays = done
+        if not self._settled:
+            self._replays = base
+        return None
+
+    def _affords_next(self, candidate: int, done: int) -> bool:
+        """Whether there is budget for the next replay of the leader; of another candidate, which
+        is of no use with fewer than the leader has, for all that it needs."""
+        if not self._settled:
+            return self._affords(candidate)
+        return done > 0 or self._affords(*[candidate] * self._replays)
+
+    def _affords(self, *candidates: int) -> bool:
+        """Whether there is budget for a replay of each on the last rung."""
+        length = self._rungs[-1].length
+        expected = length * math.fsum(self._cost(candidate) for candidate in candidates)
+        return expected <= self._budget - self._spent
 
     def allowance_seconds(self, trial: Trial) -> float:
         """CPU time that the replay may take at most; what takes longer should be stopped and
-        reported as failed."""
+        reported as stopped."""
         return max(0.0, self._left(trial.candidate))
 
     def scored(self, trial: Trial, score: float, cpu_seconds: float) -> None:
@@ -123,12 +174,21 @@ class Halving:
         self._pay(trial, cpu_seconds)
         self._drop(trial.candidate, reason)
 
+    def stopped(self, trial: Trial, reason: str, cpu_seconds: float) -> None:
+        """The replay took all that it may: its candidate is given up, except after a pair of whole
+        replays on the last rung, which then has no more."""
+        if self._is_last and trial.replay > 0 and not self._settled:
+            self._pay(trial, cpu_seconds)
+            self._replays = trial.replay
+        else:
+            self.failed(trial, reason, cpu_seconds)
+
     def reached(self, candidate: int) -> int | None:
         """The last rung that a candidate has passed; None if it has passed none."""
         passed = [
             number
             for number, rung in enumerate(self._rungs)
-            if len(self._scores[candidate][number]) == rung.replays
+            if len(self._scores[candidate][number]) >= self._needed(number, rung)
         ]
         return passed[-1] if passed else None
 
@@ -136,6 +196,13 @@ class Halving:
         """Candidates that have passed the last rung, in their own order."""
         last = len(self._rungs) - 1
         return [number for number in range(len(self._scores)) if self.reached(number) == last]
+
+    @property
+    def _is_last(self) -> bool:
+        return self._rung + 1 == len(self._rungs)
+
+    def _needed(self, number: int, rung: Rung) -> int:
+        return self._replays if number + 1 == len(self._rungs) else rung.replays
 
     def _pay(self, trial: Trial, cpu_seconds: float) -> None:
         self._spent += cpu_seconds
@@ -168,7 +235,23 @@ class Halving:
 
     def _drop(self, candidate: int, reason: str) -> None:
         self.dropped[candidate] = Dropped(self._rung, reason)
-        self._queue.remove(candidate)
+        if candidate in self._queue:  # not the baseline on the last rung
+            self._queue.remove(candidate)
+
+    def _skip(self, candidate: int) -> None:
+        """There is no budget for the candidate on this rung. If none of the others has passed it,
+        what is kept for the last rung is for this one, the best of the rung before."""
+        number = self._rung
+        if candidate == BASELINE or any(
+            len(rows[number]) == self._rungs[number].replays
+            for other, rows in enumerate(self._scores)
+            if other != BASELINE and other not in self.dropped
+        ):
+            self._drop(candidate, OUT_OF_BUDGET)
+            return
+        for other in self._queue[1:]:
+            self.dropped[other] = Dropped(number, OUT_OF_BUDGET)
+        self._begin_last([candidate])
 
     def _climb(self) -> None:
         """The better half of those that passed go on, the best first: if the budget does not
@@ -182,20 +265,15 @@ class Halving:
         kept = math.ceil(len(ranked) / 2)
         for number in ranked[kept:]:
             self.dropped[number] = Dropped(self._rung, LOST)
-        self._rung += 1
-        self._queue = [BASELINE, *ranked[:kept]]
-        if self._rung + 1 == len(self._rungs):
-            self._afford(ranked[:1])
+        if self._rung + 2 == len(self._rungs) or not ranked:
+            self._begin_last(ranked[:kept])
+        else:
+            self._rung += 1
+            self._queue = [BASELINE, *ranked[:kept]]
 
-    def _afford(self, best: Sequence[int]) -> None:
-        """Have the last rung take as many replays as there is budget for, of the baseline and the
-        best candidate, but one at least: one replay of both says more than three of none."""
-        rung = self._rungs[-1]
-        pair = rung.length * sum(self._cost(candidate) for candidate in (BASELINE, *best))
-        if pair > 0:
-            affordable = int((self._budget - self._spent) / pair)
-            replays = max(1, min(rung.replays, affordable))
-            self._rungs[-1] = msgspec.structs.replace(rung, replays=replays)
+    def _begin_last(self, challengers: list[int]) -> None:
+        self._rung = len(self._rungs) - 1
+        self._queue = challengers
 
 
 def _limits(challengers: int, rungs: Sequence[Rung], budget_seconds: float) -> list[float]:

@@ -2,7 +2,8 @@
 
 Requests that come in the *warm-up* before the minutes are replayed, too, but not measured: when the
 minutes begin, models are loaded, requests wait and decode, and policies have seen some. What was
-live when the warm-up began comes first: a box that had a queue then begins with one.
+live when the warm-up began comes first: a box that had a queue then begins with one. What arrived
+before the part of the journal that is read is not known, so it is missing there.
 """
 
 from __future__ import annotations

@@ -178,13 +178,12 @@ class _Job:
 class _Beside(NamedTuple):
     """A turn that computed prompts in steps that decode."""
 
+    model: ModelName
     steps: int
     requests: float
     """Mean of those that its steps decoded."""
     kv_tokens: float
     """Mean of those that its steps read."""
-    chunks: int
-    """Of its steps, those that computed prompts, at least."""
     prompt_tokens: int
     prompts: int
     seconds: float
@@ -214,13 +213,13 @@ def _alone(seen: Measurements) -> list[tuple[int, float]]:
 
 
 def _ratios(seen: Measurements, profile: ModelProfile) -> list[float]:
-    """Seconds over those expected, of all prompts and turns."""
-    prompts = [seconds / profile.prefill_seconds(tokens) for tokens, seconds in _alone(seen)]
+    """Seconds over those expected, of all prompts and turns of which any are."""
+    prompts = [(seconds, profile.prefill_seconds(tokens)) for tokens, seconds in _alone(seen)]
     turns = [
-        seconds / profile.step_seconds(requests, kv_tokens)
+        (seconds, profile.step_seconds(requests, kv_tokens))
         for requests, kv_tokens, seconds in seen.steps
     ]
-    return prompts + turns
+    return [seconds / expected for seconds, expected in prompts + turns if expected > 0]
 
 
 def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
@@ -370,7 +369,7 @@ class _Reader:
         elif not job.command.requests and event.steps == 1 and job.warm and self._learns:
             self._learn_prompts(event, job.command.prompts)
         elif job.command.prompts and not event.drafted and self._learns:
-            self._learn_beside(event, job, job.command.chunk_tokens)
+            self._learn_beside(event, job)
         self._computed(event.instance, event.model, job, event.seconds, event.steps)
 
     def _learn_prompts(self, event: TurnEnded, prompts: Sequence[RequestId]) -> None:
@@ -380,19 +379,20 @@ class _Reader:
             row = (sum(tokens), sum([count * count for count in tokens]), 1.0, event.seconds)
             self.measured[event.model].prompts.append(row)
 
-    def _learn_beside(self, event: TurnEnded, job: _Job, chunk_tokens: int) -> None:
-        """A turn that decoded and computed prompts, if it is known which, and it waited for no
-        weights."""
-        if not (job.warm and job.known and job.prompt_tokens and job.decoded):
+    def _learn_beside(self, event: TurnEnded, job: _Job) -> None:
+        """A turn that decoded and computed prompts, if it is known which and how long it took, and
+        it waited for no weights."""
+        timed = job.warm and event.seconds > 0
+        if not (timed and job.known and any(job.prompt_tokens) and job.decoded):
             return
-        steps, tokens = event.steps, sum(job.prompt_tokens)
+        steps = event.steps
         self._beside[event.model].append(
             _Beside(
+                model=event.model,
                 steps=steps,
                 requests=job.decoded / steps,
                 kv_tokens=job.read_tokens / steps,
-                chunks=min(steps, max(1, -(-tokens // max(1, chunk_tokens)))),
-                prompt_tokens=tokens,
+                prompt_tokens=sum(job.prompt_tokens),
                 prompts=len(job.prompt_tokens),
                 seconds=event.seconds,
             )
@@ -524,6 +524,21 @@ class _Reader:
         return msgspec.structs.replace(box, interference_seconds=seconds)
 
     def _profile(self, built: ModelBuilt, tp: int) -> ModelProfile:
+        profile = self._timed(built, tp)
+        own, everyones = self.measured[built.model], _together(self.measured.values())
+        if len(everyones.prompts) < ENOUGH <= len(everyones.steps):
+            turns = self._beside[built.model]
+            if len(turns) < ENOUGH:
+                turns = [one for rows in self._beside.values() for one in rows]
+            turns = [one for one in turns if one.model in self._built]
+            models = {one.model for one in turns}
+            decoding = {name: self._timed(self._built[name], tp) for name in models}
+            profile = _with_prompts_beside(profile, turns, decoding)
+        return _scaled(profile, own, self._turns[built.model])
+
+    def _timed(self, built: ModelBuilt, tp: int) -> ModelProfile:
+        """The sizes of a model, and the times fitted to its own prompts and turns, or to those of
+        all; its steps take as long as they did."""
         own, everyones = self.measured[built.model], _together(self.measured.values())
         prompts = own if len(own.prompts) >= ENOUGH else everyones
         steps = own if len(own.steps) >= ENOUGH else everyones
@@ -542,28 +557,34 @@ class _Reader:
             "shape": built.kv,
         }
         profile = msgspec.convert(sizes | times, ModelProfile)
-        if len(prompts.prompts) < ENOUGH and len(steps.steps) >= ENOUGH:
-            own_turns = self._beside[built.model]
-            everyones_turns = [one for rows in self._beside.values() for one in rows]
-            turns = own_turns if len(own_turns) >= ENOUGH else everyones_turns
-            profile = _with_prompts_beside(profile, turns)
-        return _scaled(profile, own, self._turns[built.model])
+        return _scaled(profile, Measurements(steps=own.steps), self._turns[built.model])
 
 
-def _with_prompts_beside(profile: ModelProfile, turns: Sequence[_Beside]) -> ModelProfile:
+def _with_prompts_beside(
+    profile: ModelProfile, turns: Sequence[_Beside], decoding: Mapping[ModelName, ModelProfile]
+) -> ModelProfile:
     """The profile with prompts that cost, for each token, what these turns took longer than their
-    decoding, and a step alone; as it is if there are too few. Sums are compared, not turns: of one
-    turn most is decoding, and varies more than its prompts take."""
-    if len(turns) < ENOUGH:
+    decoding, and a step alone; as it is if there are too few, or they took no longer. `decoding`
+    are the profiles of their models: of one that is slower by some factor, a token is expected to
+    be slower by that, too. Sums are compared, not turns: of one turn most is decoding, and varies
+    more than its prompts take. Turns in which the machine stood still are left out."""
+    rows = []
+    for one in turns:
+        theirs = one.steps * decoding[one.model].step_seconds(one.requests, one.kv_tokens)
+        mine = one.steps * profile.step_seconds(one.requests, one.kv_tokens)
+        if theirs > 0:
+            rows.append((one.prompt_tokens, mine, one.seconds * mine / theirs))
+    if len(rows) < ENOUGH:
         return profile
-    longer = math.fsum(
-        one.seconds - one.steps * profile.step_seconds(one.requests, one.kv_tokens) for one in turns
-    )
-    tokens = sum(one.prompt_tokens for one in turns)
+    middle = max(0.0, statistics.median((took - steps) / tokens for tokens, steps, took in rows))
+    usual = [row for row in rows if row[2] < UNUSUAL * (row[1] + middle * row[0])]
+    longer = math.fsum(took - steps for _, steps, took in usual)
+    if len(usual) < ENOUGH or longer <= 0:
+        return profile
     return msgspec.structs.replace(
         profile,
         prefill_base_seconds=profile.step_seconds(0, 0),
-        prefill_seconds_per_token=max(0.0, longer / tokens),
+        prefill_seconds_per_token=longer / sum(tokens for tokens, _, _ in usual),
         prefill_seconds_per_token2=0.0,
     )
 

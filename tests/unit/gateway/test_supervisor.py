@@ -10,6 +10,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -289,7 +290,9 @@ async def test_one_that_hangs_gets_no_connections(monkeypatch: pytest.MonkeyPatc
         assert alive["core"] == "/livez"
 
         os.kill(well, signal.SIGSTOP)
+        deadline = time.monotonic() + PATIENCE_SECONDS  # the loop's own clock is moved
         while house.supervisor.slow < 2:
+            assert time.monotonic() < deadline
             move(SLOW_SECONDS + 1)
             await asyncio.sleep(0.02)
         late = asyncio.create_task(house.ask())
@@ -306,7 +309,9 @@ async def test_one_that_hangs_for_long_is_replaced(monkeypatch: pytest.MonkeyPat
     async with serving(1, IMPATIENT) as house:
         (stuck,) = await house.pids(1)
         os.kill(stuck, signal.SIGSTOP)
+        deadline = time.monotonic() + PATIENCE_SECONDS  # the loop's own clock is moved
         while not house.sessions[0].over:
+            assert time.monotonic() < deadline
             move(IMPATIENT.ping_seconds)
             await asyncio.sleep(0)
 

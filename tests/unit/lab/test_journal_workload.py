@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ from appliance.errors import LabError
 from appliance.journal import Entry, Journal, Setup
 from appliance.lab.experiments.metrics import measure
 from appliance.lab.experiments.run import play
-from appliance.lab.hardware import Box
+from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import Deviation
 from appliance.lab.replay.journal_workload import recording
 from appliance.lab.sim.simulator import SimulationRun, simulate
@@ -46,8 +48,9 @@ def write(
     box: Box | None = None,
     noise: float = 0.0,
     drafted: int = 0,
+    slow: Mapping[str, float] | None = None,
 ) -> SimulationRun:
-    """A journal of a run on two toy instances."""
+    """A journal of a run on two toy instances; `slow` models take so many times as long."""
     setup = Setup(
         models=tuple(
             ModelSpec(name=m, weight_bytes=4 * SLAB, max_context_tokens=400, max_batch=8, slo=SLO)
@@ -62,7 +65,7 @@ def write(
     machine = WritingMachine(setup.models, 2, plain.host, setup.stack())
     machine.drafted = drafted
     with Journal(path, setup) as machine.journal:
-        profiles = {name: lab_bench.profile(name) for name in MODELS}
+        profiles = {name: slower(name, (slow or {}).get(name, 1.0)) for name in MODELS}
         return simulate(
             machine,
             lab_bench.box(2) if box is None else box,
@@ -71,6 +74,32 @@ def write(
             until,
             deviation=Deviation(noise=noise),
         )
+
+
+def slower(name: str, times: float) -> ModelProfile:
+    """A toy model that takes so many times as long to compute anything."""
+    plain = lab_bench.profile(name)
+    fields = [field for field in plain.__struct_fields__ if "_seconds" in field]
+    return replace(plain, **{field: times * getattr(plain, field) for field in fields})
+
+
+def beside(path: Path, seconds: Callable[[str, float], float] = lambda _, took: took) -> None:
+    """Have the journal say how long prompts took only of those in turns that decode, too; of such
+    turns `seconds` are said, of the model and those that it took."""
+    setup, *lines = map(msgspec.json.decode, path.read_bytes().splitlines())
+    running: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        event = line["event"]
+        if event["type"] in ("PrefillDone", "TurnEnded"):
+            command = running[event["instance"]]
+            if not command.get("requests"):
+                event["seconds"] = 0.0
+            elif command.get("prompts") and event["type"] == "TurnEnded":
+                event["seconds"] = seconds(event["model"], event["seconds"])
+        for command in line["commands"]:
+            if command["type"] in ("RunPrefill", "RunTurn"):
+                running[command["instance"]] = command
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, [setup, *lines])))
 
 
 def test_a_journal_gives_requests_box_and_speed(tmp_path: Path) -> None:
@@ -281,3 +310,43 @@ def test_prompts_that_are_only_computed_beside_decoding_have_times_too(tmp_path:
     found = recording(tmp_path / "journal")
     alone = sum(len(rows.prompts) for rows in found.measured.values())
     assert found.prompts > alone
+
+
+MEAN_TOKENS = 60
+"""Of the prompts in these journals."""
+
+
+@pytest.mark.parametrize("times", [1.0, 6.0, 1 / 6])
+def test_prompts_that_are_never_computed_alone_have_times_too(tmp_path: Path, times: float) -> None:
+    """Those of a model of which no such turn is known are as many times slower as its steps."""
+    write(tmp_path / "journal", policy="appliance", slow={"a": times})
+    beside(tmp_path / "journal", lambda model, took: 0.0 if model == "a" else took)
+    found = recording(tmp_path / "journal")
+    assert not any(rows.prompts for rows in found.measured.values())
+    for name, profile in found.setting.profiles.items():
+        truth = slower(name, times if name == "a" else 1.0)
+        assert profile.step_seconds(4, 300) == pytest.approx(truth.step_seconds(4, 300), rel=0.02)
+        expected = pytest.approx(truth.prefill_seconds(MEAN_TOKENS), rel=0.4)
+        assert profile.prefill_seconds(MEAN_TOKENS) == expected
+
+
+def test_a_turn_in_which_the_machine_stood_still_teaches_nothing(tmp_path: Path) -> None:
+    """Though it computed a prompt."""
+    write(tmp_path / "journal", policy="appliance")
+    still = iter([600.0])
+    beside(tmp_path / "journal", lambda _, took: next(still, took))
+    truth = lab_bench.profile().prefill_seconds(MEAN_TOKENS)
+    for profile in recording(tmp_path / "journal").setting.profiles.values():
+        assert profile.prefill_seconds(MEAN_TOKENS) == pytest.approx(truth, rel=0.4)
+
+
+def test_prompts_do_not_cost_nothing(tmp_path: Path) -> None:
+    """If turns took no longer with them, how long they take is as unknown as without such turns."""
+    profiles = []
+    for took in (1e-6, 0.0):
+        write(tmp_path / "journal", policy="appliance")
+        beside(tmp_path / "journal", lambda *_, took=took: took)
+        profiles.append(recording(tmp_path / "journal").setting.profiles)
+    assert profiles[0] == profiles[1]
+    for one in profiles[0].values():
+        assert one.prefill_seconds(2 * MEAN_TOKENS) > one.prefill_seconds(MEAN_TOKENS) > 0

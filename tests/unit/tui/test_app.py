@@ -88,7 +88,7 @@ async def test_keys_that_come_all_at_once() -> None:
         assert row[0] == REQUESTS[2]["id"]
         await press(app, "4", "l")
         await paste(app, "7", "tab", "8", "shift+tab", "9")
-        assert [typed.value for typed in app.screen.query(Input)] == ["9", "8", ""]
+        assert [typed.value for typed in app.screen.query(Input)] == ["9", "8", "", ""]
 
 
 async def test_events_search_no_widgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,17 +30,22 @@ pytestmark = pytest.mark.thorough
 
 
 class StepMeter:
-    """A clock on which everything that is limited takes a second, or as long as it may."""
+    """A clock on which everything that is limited takes a second; what may take less than `least`
+    is stopped at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: float = 1.0) -> None:
         self.now = 0.0
+        self._least = least
+        self.stopped: list[float] = []
+        """What may have taken so long."""
 
     def seconds(self) -> float:
         return self.now
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        if seconds < 1:
+        if seconds < self._least:
+            self.stopped.append(seconds)
             raise OutOfCpuTime
         yield
         self.now += 1.0
@@ -232,6 +238,19 @@ def test_the_lab_reads_on_until_it_has_seen_a_load(right: Path, tmp_path: Path) 
     found = advice(quiet, seconds=8.0, minutes=0.5)
     assert found.seconds == pytest.approx(30.0)
     assert found.rows[0].share == 1.0
+    assert found.rows[0].replays in {1, 2, 3}
+    assert found.rows[1].share == 1.0  # of the best other one
+    assert found.rows[1].replays == found.rows[0].replays
+
+
+def test_what_the_leader_has_not_is_not_compared(wrong: Path) -> None:
+    """Its third replay is stopped, after the current policy's third: two are compared."""
+    meter = StepMeter(least=2.0)
+    found = advise(wrong, 10.0, 16.0, meter)
+    assert meter.stopped[-1] == pytest.approx(1.0)
+    assert found.rows[0].replays == 2
+    assert 2 in {row.replays for row in found.rows[1:]}
+    assert not math.isnan(found.verdict.gain)
 
 
 def test_policies_that_are_not_installed(wrong: Path, tmp_path: Path) -> None:

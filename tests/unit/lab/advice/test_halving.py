@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,20 +31,21 @@ def search(
         cost = (1.0 if costs is None else costs[trial.candidate]) * rungs[trial.rung].share
         allowed = halving.allowance_seconds(trial)
         if cost > allowed:
-            halving.failed(trial, "stopped", allowed)
+            halving.stopped(trial, "stopped", allowed)
         else:
             halving.scored(trial, scores[trial.candidate], cost)
     return halving, trials
 
 
 def test_the_better_half_goes_on() -> None:
-    """Of eight others four, two and so on; each replay of a rung is made, the baseline's first."""
+    """Of eight others four, two and so on; each replay of a rung is made, the baseline's first. On
+    the last one it and the leader are replayed in turn."""
     scores = [0.5, 0.1, 0.8, 0.3, 0.9, 0.2, 0.7, 0.4, 0.6]
     halving, trials = search(scores, RUNGS, 1000.0)
     by_rung = [[t.candidate for t in trials if t.rung == rung] for rung in range(3)]
     assert by_rung[0] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert by_rung[1] == [0, 4, 2, 6, 8]
-    assert by_rung[2] == [0, 0, 0, 4, 4, 4, 2, 2, 2]
+    assert by_rung[2] == [0, 4, 0, 4, 0, 4, 2, 2, 2]
     assert halving.finalists() == [0, 2, 4]
     assert halving.dropped[6] == (1, LOST)
     assert halving.dropped[1] == (0, LOST)
@@ -82,17 +85,14 @@ def test_no_more_is_spent_than_there_is(
     given_: tuple[list[float], list[float]], rungs: list[Rung], budget: float
 ) -> None:
     """Whatever replays cost, if those are stopped that take more than they may; the search ends,
-    and a candidate that is a finalist was replayed as often as the baseline, and once at least."""
+    a finalist was replayed as often as others, once at least, and the baseline not less often."""
     scores, costs = given_
     halving, trials = search(scores, rungs, budget, costs)
     assert halving.spent_seconds <= budget * (1 + 1e-9)
     assert halving.next() is None
-    made = {
-        c: sum(t.candidate == c and t.rung == len(rungs) - 1 for t in trials)
-        for c in halving.finalists()
-    }
-    assert len(set(made.values())) <= 1
-    assert set(made.values()) <= set(range(1, rungs[-1].replays + 1))
+    made = Counter(trial.candidate for trial in trials if trial.rung == len(rungs) - 1)
+    for number in halving.finalists():
+        assert 1 <= halving.replays <= made[number] <= halving.replays + 1 <= rungs[-1].replays + 1
     for number in range(len(scores)):
         assert (number in halving.finalists()) != (number in halving.dropped) or (
             BASELINE in halving.dropped
@@ -115,9 +115,68 @@ def test_one_replay_of_the_last_rung_is_better_than_none() -> None:
     for budget, replays in ((7.0, 3), (5.5, 2), (3.5, 1)):
         halving, trials = search([0.1, 0.2], rungs, budget)
         assert halving.finalists() == [0, 1]
+        assert halving.replays == replays
         assert [t for t in trials if t.rung == 1] == [
-            Trial(candidate, 1, replay) for candidate in (0, 1) for replay in range(replays)
+            Trial(candidate, 1, replay) for replay in range(replays) for candidate in (0, 1)
         ]
+
+
+@pytest.mark.parametrize("candidates", [2, 5, 13, 60])
+@pytest.mark.parametrize("budget", [4.75, 5.0, 5.3, 6.0, 7.0])
+def test_what_is_kept_for_the_last_rung_is_used_there(candidates: int, budget: float) -> None:
+    """If the best has no budget on a rung before, it is compared on the last one all the same."""
+    rungs = [Rung(share, warmup=1 / 8) for share in (1 / 8, 1 / 4, 1 / 2)]
+    rungs.append(Rung(1.0, 3, 1 / 8))
+    halving = Halving(candidates, rungs, budget)
+    while (trial := halving.next()) is not None:
+        halving.scored(trial, 0.5 + 0.01 * trial.candidate, rungs[trial.rung].length)
+    assert len(halving.finalists()) > 1
+    assert halving.spent_seconds <= budget
+
+
+@pytest.mark.parametrize(
+    ("budget", "last", "replays"),
+    [(7.0, (2.5, 2.5), 1), (6.6, (1.4, 1.0), 2), (9.0, (1.4, 1.0), 3)],
+)
+def test_long_replays_may_be_dearer_than_short_ones_say(
+    budget: float, last: tuple[float, float], replays: int
+) -> None:
+    """How many pairs there are is decided by what the last one did cost."""
+    halving = Halving(2, [Rung(1 / 4), Rung(1.0, 3)], budget)
+    while (trial := halving.next()) is not None:
+        halving.scored(trial, 0.5, last[trial.candidate] if trial.rung else 0.25)
+    assert halving.finalists() == [0, 1]
+    assert halving.replays == replays
+    assert halving.dropped == {}
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_later_pair_that_takes_too_long_leaves_those_before(late: int) -> None:
+    """Whether the baseline's replay is stopped or the leader's."""
+    halving = Halving(2, [Rung(1.0, 3)], 5.0)
+    while (trial := halving.next()) is not None:
+        if trial == (late, 0, 1):
+            halving.stopped(trial, "stopped", halving.allowance_seconds(trial))
+        else:
+            halving.scored(trial, 0.5, 1.0)
+    assert halving.finalists() == [0, 1]
+    assert halving.replays == 1
+    assert halving.dropped == {}
+
+
+def test_the_baseline_alone_is_replayed_once() -> None:
+    """Without another to compare, more replays say nothing."""
+    rungs = [Rung(1 / 4), Rung(1 / 2), Rung(1.0, 3)]
+    halving = Halving(2, rungs, 100.0)
+    trials = []
+    while (trial := halving.next()) is not None:
+        trials.append(trial)
+        if trial.candidate == BASELINE:
+            halving.scored(trial, 0.5, 1.0)
+        else:
+            halving.failed(trial, "it broke", 1.0)
+    assert trials == [(0, 0, 0), (1, 0, 0), (0, 2, 0)]
+    assert halving.finalists() == [BASELINE]
 
 
 def test_a_warmup_costs_too() -> None:
@@ -148,6 +207,16 @@ def test_without_a_baseline_there_is_nothing_to_compare() -> None:
     assert halving.next() is None
     assert halving.dropped[BASELINE] == (0, "it broke")
     assert halving.finalists() == []
+
+
+def test_no_long_replay_is_begun_that_there_is_no_budget_for() -> None:
+    """Not even the baseline's."""
+    halving = Halving(2, [Rung(1 / 4), Rung(1.0, 3)], 3.0)
+    trial = halving.next()
+    assert trial == (BASELINE, 0, 0)
+    halving.scored(trial, 0.5, 2.0)
+    assert halving.next() is None
+    assert halving.dropped[BASELINE] == (1, OUT_OF_BUDGET)
 
 
 def test_a_failure_in_the_last_replay_is_no_finalist() -> None:
