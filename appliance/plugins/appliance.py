@@ -24,7 +24,7 @@ from appliance.hookspecs import hookimpl
 from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.homes import Homes, find_seekers
-from appliance.plugins.lone_model import LoneModel
+from appliance.plugins.lone_model import SMALLEST_CHUNK, LoneModel
 from appliance.plugins.shedding import (
     OwnCosts,
     Shed,
@@ -54,8 +54,6 @@ from appliance.vocabulary import InstanceId, ModelName, RequestClass
 
 ESTIMATES_SECONDS = 30.0
 """How long what is expected of a model is kept."""
-SMALLEST_CHUNK = 64
-"""Tokens of a prompt; with fewer in a step it would take several times as long as whole."""
 PROMPT_TOKENS = 2048
 """Of prompts that are computed together: more take proportionally longer, so nothing is gained."""
 LONG_PROMPT_SECONDS = 1.0
@@ -394,7 +392,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         requests: Sequence[DecodingView],
         others: Sequence[InstanceView],
         costs: Costs,
-    ) -> Sequence[Migration]:
+    ) -> Sequence[Migration] | None:
         """Only of a model whose instances prefill or decode: to those that decode."""
         return self._lone.flow(instance, requests, others, costs)
 
@@ -548,9 +546,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             if work is None:
                 work = works[model] = ModelWork(model)
             margin = self.margin * group.slo.ttft_seconds
-            due = group.deadline
+            over = behind or group.deadline < now
+            due = _scheduled(group) if over else group.deadline
             if gap < math.inf:
-                due = min(due, group.arrived + PROMPTS_IN_GAPS * group.slo.ttft_seconds)
+                if not group.resumed:
+                    due = min(due, group.arrived + PROMPTS_IN_GAPS * group.slo.ttft_seconds)
                 margin = min(margin, self.margin * gap)
             if behind and due < (limit := now - margin):
                 if due < work.overdue:
@@ -644,7 +644,9 @@ def _longest_gap(view: InstanceView) -> float:
 
 def _scheduled(work: BatchView | GroupView) -> float:
     """When its next token is due, whatever gap it has to keep."""
-    return work.scheduled[0] if isinstance(work, BatchView) and work.scheduled else work.deadline
+    if isinstance(work, GroupView):
+        return work.deadline if work.scheduled is None else work.scheduled
+    return work.scheduled[0] if work.scheduled else work.deadline
 
 
 def _due_in_gap(now: float, batch: BatchView) -> float:

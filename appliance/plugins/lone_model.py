@@ -24,7 +24,7 @@ from appliance.scheduling.policy_api import (
 from appliance.vocabulary import InstanceClass, InstanceId, ModelName, Slo
 
 DEMAND_SECONDS = 30.0
-"""Over which rates are smoothed (`ModelView`): a new one begins at zero and is scaled up."""
+"""Over which rates are smoothed (`ModelView`)."""
 SEEN_SECONDS = 3.0
 """How long a model is alone before its rate says anything."""
 LEAST_RATE = 0.01
@@ -35,11 +35,16 @@ ASSUMED_ANSWERS = 10
 """As many answers does the assumed length of an answer count as."""
 AVERAGED_LOOKS, AVERAGED_PROMPTS = 60, 256
 """Of how many observations the mean length of answers that ended is, and that of prompts."""
+SMALLEST_CHUNK = 64
+"""Tokens of a prompt; with fewer in a step it would take several times as long as whole."""
+LEAST_SHARE = 0.01
+"""Of its time an instance computes prompts, if nothing is known of what they take."""
 KV_SHARE = 0.85
 """Of the room for KV that requests may take when they come: answers grow."""
 FLOW_SHARE = 0.8
 """Requests go on elsewhere if steps there take at most this share of the TBT target. It is less
 than what new ones may take, so that none goes to and fro."""
+ANY_TARGETS = Slo(ttft_seconds=math.inf, tbt_seconds=math.inf)
 SAMPLE_TOKENS = 8192
 """Of KV on an instance, that say how many bytes a token takes there."""
 
@@ -56,11 +61,14 @@ class LoneModel:
         self._begin()
         self._separation = Separation()
 
-    def _begin(self, model: ModelName | None = None, now: float = 0.0) -> None:
-        self._model, self._since = model, now
-        self._prompts, self._prompt_tokens, self._newest = 0, 0.0, -math.inf
+    def _begin(self, model: ModelName | None = None, now: float = 0.0, rate: float = 0.0) -> None:
+        self._model, self._since, self._rate_before = model, now, rate
+        self._answered_share = 1.0
+        self._noted, self._newest = 0, -math.inf
+        self._prompts, self._prompt_tokens = 0, 0.0
         self._looks, self._ended_tokens = 0, 0.0
         self._kv_token_bytes = 0.0
+        self._slo, self._most = ANY_TARGETS, math.inf
         self._prefill: frozenset[InstanceId] = frozenset()
         self._decode: frozenset[InstanceId] = frozenset()
 
@@ -69,9 +77,17 @@ class LoneModel:
         return model == self._model and bool(self._prefill)
 
     def note(self, request: RequestView) -> None:
-        """A request is placed. One that came before others is placed again, and not counted."""
-        if request.model == self._model and request.arrived >= self._newest:
-            self._newest = request.arrived
+        """A request is placed. One that came before others is placed again, and not counted. One
+        that only embeds its prompt counts as one that is not answered."""
+        if request.model != self._model or request.arrived < self._newest:
+            return
+        self._newest = request.arrived
+        self._noted += 1
+        answered = request.max_tokens > 0
+        self._answered_share += (answered - self._answered_share) / min(
+            self._noted, AVERAGED_PROMPTS
+        )
+        if answered:
             self._prompts += 1
             part = 1 / min(self._prompts, AVERAGED_PROMPTS)
             self._prompt_tokens += (request.tokens - self._prompt_tokens) * part
@@ -84,22 +100,31 @@ class LoneModel:
         model = busy[0] if len(busy) == 1 else None
         if model is None or model.name != self._model:
             self._separation.mix(now)
-            self._begin(None if model is None else model.name, now)
+            self._begin()
+            if model is not None:
+                self._begin(model.name, now, model.arrivals_per_second)
         if model is None:
             return
         if model.output_tokens:
             self._looks = min(self._looks + 1, AVERAGED_LOOKS)
             self._ended_tokens += (model.output_tokens - self._ended_tokens) / self._looks
+        self._slo, self._most = model.slo, model.max_batch
         mine = [view for view in cluster.instances if _serves(view, model)]
         separation = self._separation
         if separation.prefill >= len(mine) or not self._is_simple(mine, model):
             separation.mix(now)
         elif now - self._since >= SEEN_SECONDS and self._prompts:
-            rate = model.arrivals_per_second / -math.expm1((self._since - now) / DEMAND_SECONDS)
+            rate = self._answered_share * self._rate(now, model)
             load = self._load(model, rate, mine, costs)
             pressure = self._pressure(now, model, mine, costs)
             separation.observe(now, load, len(mine), rate, pressure)
         self._choose(mine, separation.prefill)
+
+    def _rate(self, now: float, model: ModelView) -> float:
+        """Requests a second since it is alone: the smoothed rate, less what is left in it of the
+        one before, over the part of the window that has passed."""
+        left = math.exp((self._since - now) / DEMAND_SECONDS)
+        return max(0.0, model.arrivals_per_second - self._rate_before * left) / (1 - left)
 
     def _is_simple(self, mine: Sequence[InstanceView], model: ModelView) -> bool:
         """Whether the model is in place everywhere, and no batch work has to wait for other work:
@@ -136,6 +161,7 @@ class LoneModel:
             request_seconds=each,
             limit_seconds=self._step_share * model.slo.tbt_seconds,
             room=room / size if size else math.inf,
+            most=model.max_batch,
         )
 
     def _answer(self, model: ModelView, mine: Sequence[InstanceView]) -> float:
@@ -155,16 +181,15 @@ class LoneModel:
         has room for one more."""
         if not self._prefill:
             return Pressure()
-        margin = self._margin * model.slo.ttft_seconds
         late = [
-            group.deadline < now + margin
+            group.deadline < now + self._margin * group.slo.ttft_seconds
             for view in mine
             if view.id in self._prefill
             for group in view.groups
         ]
         decode = [view for view in mine if view.id in self._decode]
         kv = {view.id: _kv_tokens(view) for view in decode}
-        target = self._target(model.name, 1, model.slo, decode, kv, costs, self._step_share)
+        target = self._target(model.name, 1, decode, kv, costs, self._step_share)
         return Pressure(prompts=any(late), steps=target is None)
 
     def _choose(self, mine: Sequence[InstanceView], prefill: int) -> None:
@@ -184,11 +209,18 @@ class LoneModel:
         first = [view for view in instances if view.id in self._prefill]
         if not first:
             return None
-        own = costs.prefill_seconds(request.model, request.tokens)
+        model = request.model
+        own = costs.prefill_seconds(model, request.tokens)
+        part = costs.prefill_seconds(model, 1 + SMALLEST_CHUNK) - costs.prefill_seconds(model, 1)
+        least = part / (part + self._step_share * self._slo.tbt_seconds) or LEAST_SHARE
 
         def soonest(views: Iterable[InstanceView]) -> tuple[float, InstanceId]:
-            found = [(self._seconds(own, view, request, costs), view.id) for view in views]
-            return min(found, default=(math.inf, -1))
+            found = []
+            for view in views:
+                seconds, share = self._waits(own, view, model, costs)
+                late = seconds / share if share > 0 else math.inf
+                found.append((seconds / max(share, least), late, view.id))
+            return min(found, default=(0.0, math.inf, -1))[1:]
 
         left = request.deadline - self._margin * request.slo.ttft_seconds - now
         best = soonest(first)
@@ -199,17 +231,21 @@ class LoneModel:
             best = other if other[0] <= left else best
         return next(view for view in instances if view.id == best[1])
 
-    def _seconds(self, own: float, view: InstanceView, request: RequestView, costs: Costs) -> float:
-        """Until the prompt is computed, after those that wait, in the time that steps leave."""
-        model, tokens = request.model, [(view.computing_tokens, 1)]
+    def _waits(
+        self, own: float, view: InstanceView, model: ModelName, costs: Costs
+    ) -> tuple[float, float]:
+        """What the prompt takes after those that wait, and the share of the time that steps leave:
+        none, or less, where they are too long."""
+        tokens = [(view.computing_tokens, 1)]
         tokens += [(group.tokens, group.waiting) for group in view.groups if group.model == model]
         waiting = sum(
             [many * costs.prefill_seconds(model, round(n / many)) for n, many in tokens if n]
         )
         batch = _batch(view, model)
-        step = costs.step_seconds(model, batch.requests, batch.kv_tokens) if batch else 0.0
-        share = 1.0 - step / (self._step_share * request.slo.tbt_seconds)
-        return (waiting + own) / share if share > 0 else math.inf
+        if batch is None:
+            return waiting + own, 1.0
+        step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
+        return waiting + own, 1.0 - step / (self._step_share * batch.slo.tbt_seconds)
 
     def decode(
         self,
@@ -223,9 +259,7 @@ class LoneModel:
         kv = {view.id: _kv_tokens(view) for view in decode}
         if prefilled_on in kv:
             return prefilled_on
-        return self._target(
-            request.model, request.tokens, request.slo, decode, kv, costs, self._step_share
-        )
+        return self._target(request.model, request.tokens, decode, kv, costs, self._step_share)
 
     def flow(
         self,
@@ -233,11 +267,11 @@ class LoneModel:
         requests: Sequence[DecodingView],
         others: Sequence[InstanceView],
         costs: Costs,
-    ) -> Sequence[Migration]:
-        """Requests that decode where prompts are computed go on where there is room.
-        O(requests x instances), and O(1) where nothing has to go."""
+    ) -> Sequence[Migration] | None:
+        """Requests that decode where prompts are computed go on where there is room; None if no
+        prompts are computed here only. O(requests x instances), and O(1) where nothing goes."""
         if instance.id not in self._prefill:
-            return []
+            return None
         decode = [view for view in others if view.id in self._decode]
         kv = {view.id: _kv_tokens(view) for view in decode}
         moves, joined = [], dict.fromkeys(kv, 0)
@@ -245,7 +279,7 @@ class LoneModel:
             if request.model != self._model:
                 continue
             target = self._target(
-                request.model, request.tokens, request.slo, decode, kv, costs, FLOW_SHARE, joined
+                request.model, request.tokens, decode, kv, costs, FLOW_SHARE, joined
             )
             if target is not None:
                 kv[target] += request.tokens
@@ -257,22 +291,22 @@ class LoneModel:
         self,
         model: ModelName,
         tokens: int,
-        slo: Slo,
         decode: Sequence[InstanceView],
         kv: Mapping[InstanceId, int],
         costs: Costs,
         step_share: float,
         joined: Mapping[InstanceId, int] | None = None,
     ) -> InstanceId | None:
-        """Where the least KV is read, of those where one more request has room, and steps with it
-        take at most so much of the TBT target."""
+        """Where the least KV is read, of those where one more request has room in memory and in a
+        step, and steps with it take at most so much of the model's TBT target: requests that ask
+        for another one share their steps with those that do not."""
         found = []
         for view in decode:
             batch, grown = _batch(view, model), kv[view.id] + tokens
             many = 1 + (batch.requests if batch else 0) + (joined[view.id] if joined else 0)
             step = costs.step_seconds(model, many, grown)
             fits = grown * self._kv_token_bytes <= _room_bytes(view)
-            if fits and step <= step_share * slo.tbt_seconds:
+            if many <= self._most and fits and step <= step_share * self._slo.tbt_seconds:
                 found.append((kv[view.id], view.id))
         return min(found)[1] if found else None
 

@@ -38,7 +38,8 @@ REST_SECONDS = 10.0
 class ModelLoad(NamedTuple):
     """What a mean request takes: `prompt_seconds` (above 0), `answer_tokens` (above 0);
     `step_seconds` of a step of no request and `request_seconds` (above 0) more for each. Steps
-    should take `limit_seconds` at most, and `room` requests have room for their KV at a time."""
+    should take `limit_seconds` at most, `room` requests have room for their KV at a time, and a
+    step has at most `most` requests."""
 
     prompt_seconds: float
     answer_tokens: float
@@ -46,6 +47,7 @@ class ModelLoad(NamedTuple):
     request_seconds: float
     limit_seconds: float
     room: float
+    most: float = math.inf
 
     def _free_share(self) -> float:
         return max(0.0, 1.0 - self.step_seconds / self.limit_seconds)
@@ -56,13 +58,21 @@ class ModelLoad(NamedTuple):
     def carried_mixed(self, instances: int) -> float:
         """Requests a second if all of the instances do both."""
         by_time = self._free_share() / (self.prompt_seconds + self._answer_seconds())
+        return instances * min(by_time, self._mixed_places())
+
+    def _mixed_places(self) -> float:
+        """Requests a second that a mixed instance has places for."""
         by_room = self.room / self.limit_seconds / self.answer_tokens
-        return instances * min(by_time, by_room)
+        if self.most == math.inf:
+            return by_room
+        step = self.step_seconds + MIXED_FACTOR * self.request_seconds * self.most
+        each = self.answer_tokens * step + self.most * self.prompt_seconds
+        return min(by_room, self.most / each)
 
     def _decoded(self, instances: int) -> float:
         """Requests a second that so many instances decode that do nothing else."""
         many = max(0.0, (self.limit_seconds - self.step_seconds) / self.request_seconds)
-        many = min(many, self.room)
+        many = min(many, self.room, self.most)
         step = self.step_seconds + self.request_seconds * many
         return instances * many / step / self.answer_tokens
 
@@ -83,8 +93,7 @@ class ModelLoad(NamedTuple):
             both = decoded + share / answer
         elif both < decoded:
             both = prompts + share / prompt
-        by_room = decoded + self.room / self.limit_seconds / self.answer_tokens
-        return min(both, by_room)
+        return min(both, decoded + self._mixed_places())
 
     def best(self, instances: int, known: int) -> int:
         """How many instances prefill so that the most is carried; 0 if all do both. It is the

@@ -192,16 +192,20 @@ class Cluster:
 
     def _group_view(self, group: Group) -> GroupView:
         members = group.members.values()
+        slo = strictest([request.spec.slo for request in members])
+        scheduled = min([r.scheduled for r in members]) if slo.gap_seconds else None
         group.view = GroupView(
             model=group.model,
             first=group.first.id,
             admitted=group.admitted,
             waiting=len(members),
             tokens=sum([request.tokens for request in members]),
-            slo=strictest([request.spec.slo for request in members]),
+            slo=slo,
             arrived=min([request.arrived for request in members]),
             deadline=min([request.next_due for request in members]),
             interactive=sum([request.interactive for request in members]),
+            scheduled=scheduled,
+            resumed=sum([request.generated > 0 for request in members]),
         )
         return group.view
 
@@ -245,6 +249,7 @@ class Cluster:
             requests=demand.requests,
             last_arrival=demand.updated,
             instances=model.instances,
+            max_batch=model.max_batch,
         )
 
     def _kv_bytes_per_token(self, model: ModelName) -> int:

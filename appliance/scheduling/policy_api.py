@@ -7,6 +7,7 @@ the last one. Times are seconds on the machine's clock; estimates come from `Cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol, TypeAlias
@@ -99,6 +100,10 @@ class GroupView(Word, frozen=True):
     arrived: float
     deadline: float
     interactive: int
+    scheduled: float | None = None
+    """The deadline without longest gaps; None if none of its requests is promised one."""
+    resumed: int = 0
+    """So many of its requests have output, and are computed again."""
 
 
 class BatchView(Word, frozen=True):
@@ -210,6 +215,8 @@ class ModelView(Word, frozen=True):
     batch_arrivals_per_second: float = 0.0
     """Of the arrivals, those of batch requests; so with their tokens."""
     batch_tokens_per_second: float = 0.0
+    max_batch: float = math.inf
+    """Most of its requests that an instance runs in one step; infinite if not limited."""
 
     def fits(self, instance: InstanceId) -> bool:
         """Whether the instance can serve it."""

@@ -85,4 +85,5 @@ def _unasked(model: ModelSpec, profile: ModelProfile) -> ModelView:
         requests=0,
         last_arrival=0.0,
         instances=model.instances,
+        max_batch=model.max_batch,
     )

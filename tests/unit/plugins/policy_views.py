@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from appliance.scheduling.policy_api import (
@@ -214,6 +215,7 @@ def model_view(
     requests: int = 0,
     last_arrival: float = 0.0,
     instances: frozenset[int] | None = None,
+    max_batch: float = math.inf,
 ) -> ModelView:
     return ModelView(
         name=name,
@@ -228,6 +230,7 @@ def model_view(
         requests=requests,
         last_arrival=last_arrival,
         instances=instances,
+        max_batch=max_batch,
     )
 
 

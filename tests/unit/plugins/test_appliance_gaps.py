@@ -12,7 +12,7 @@ from appliance.lab.experiments import scenario
 from appliance.lab.experiments.metrics import expand
 from appliance.lab.experiments.run import play
 from appliance.plugins.appliance import Appliance
-from appliance.scheduling.policy_api import BatchView, InstanceView
+from appliance.scheduling.policy_api import BatchView, GroupView, InstanceView
 from appliance.vocabulary import Slo
 from tests.unit.plugins.policy_views import FixedCosts, batch_view, group_view, instance_view
 
@@ -116,6 +116,32 @@ def test_a_prompt_does_not_wait_for_streams_until_it_is_late() -> None:
 
     assert turn(batch_view("a", deadline=NOW + 50)) == pytest.approx(10 - 2 - 0.1 - 1)
     assert turn(stream("a", 50, 50)) == pytest.approx(7 - 0.2 - 0.1 - 1)
+
+
+def test_a_stream_that_is_computed_again_is_due_as_it_was() -> None:
+    """Its gap says nothing of whether the instance is behind, and it has no first token to wait
+    for: it came 90 s ago and is 20 s ahead of its schedule."""
+    again = structs.replace(
+        group_view("c", ttft=2.0, arrived=NOW - 90, deadline=NOW - 3),
+        slo=Slo(ttft_seconds=2.0, tbt_seconds=0.1, gap_seconds=1.0),
+        scheduled=NOW + 20,
+        resumed=1,
+    )
+
+    def left(group: GroupView) -> float:
+        view = structs.replace(
+            running("a", stream("a", 50, 50)), groups=(group,), resident=frozenset("ac")
+        )
+        return Appliance(slack_target=ALWAYS).preempt(now=NOW, instance=view, costs=COSTS)
+
+    due = structs.replace(again, deadline=NOW + 5)
+    assert left(due) == pytest.approx(5 - 0.2 - 0.1)
+    urgent = batch_view("d", deadline=NOW + 0.15)
+    view = structs.replace(
+        running("a", stream("a", 50, 50), stream("b", 0.1, 50), urgent), groups=(again,)
+    )
+    first, *_ = Appliance(slack_target=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
+    assert first.model == "b", "the instance is not behind"
 
 
 def test_an_instance_that_is_behind_keeps_no_gaps() -> None:

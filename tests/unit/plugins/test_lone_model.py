@@ -7,7 +7,7 @@ from msgspec import structs
 
 from appliance.plugins.appliance import APART_TURN_SECONDS, Appliance
 from appliance.scheduling.policy_api import InstanceView, ModelView, RequestView
-from appliance.vocabulary import InstanceClass
+from appliance.vocabulary import InstanceClass, Slo
 from tests.unit.plugins.policy_views import (
     GIB,
     FixedCosts,
@@ -203,6 +203,33 @@ def test_a_request_decodes_where_least_is_read_and_there_is_room() -> None:
     assert chosen(**slow) == first
 
 
+def test_an_instance_that_decodes_gets_no_more_requests_than_a_step_has() -> None:
+    policy = Appliance()
+    asked = structs.replace(model(), max_batch=12)
+    for second in range(SECONDS):
+        now = float(second)
+        policy.place(now=now, cluster=cluster_view(FOUR, asked), costs=COSTS)
+        policy.prefill(now=now, request=summary(now), instances=FOUR, costs=COSTS)
+    prefill, decode = sides(policy)
+    assert prefill
+    first = min(prefill)
+
+    def chosen(requests: int) -> int:
+        views = [lone(n, requests if n in decode else 0) for n in range(4)]
+        return policy.decode(request=summary(), prefilled_on=first, instances=views, costs=COSTS)
+
+    assert chosen(11) in decode
+    assert chosen(12) == first
+    views = [lone(number, 10 if number in decode else 0) for number in range(4)]
+    moves = policy.flow(
+        instance=views[first],
+        requests=[decoding_view(f"r{n}", tokens=PROMPT, tbt=TBT) for n in range(60)],
+        others=[view for view in views if view.id != first],
+        costs=COSTS,
+    )
+    assert len(moves) == 2 * len(decode)
+
+
 def test_what_decodes_where_prompts_are_computed_goes_on_elsewhere() -> None:
     policy = apart()
     prefill, decode = sides(policy)
@@ -217,9 +244,14 @@ def test_what_decodes_where_prompts_are_computed_goes_on_elsewhere() -> None:
     assert 0 < len(moves) < len(requests), "some are left where the others have no room"
     here = views[min(decode)]
     assert not policy.flow(instance=here, requests=requests, others=others, costs=COSTS)
-    assert not Appliance().flow(
-        instance=views[first], requests=requests, others=others, costs=COSTS
-    )
+
+
+def test_where_nothing_is_apart_the_next_policy_says_what_goes_elsewhere() -> None:
+    requests = [decoding_view("r", tokens=PROMPT, tbt=TBT)]
+    for policy, number in ((Appliance(), 0), (apart(), min(sides(apart())[1]))):
+        others = [view for view in FOUR if view.id != number]
+        answer = policy.flow(instance=FOUR[number], requests=requests, others=others, costs=COSTS)
+        assert answer is None
 
 
 def test_turns_are_short_so_that_requests_whose_kv_came_join() -> None:
@@ -278,3 +310,75 @@ def test_the_number_of_those_that_prefill_follows_what_is_late(late: str, step: 
         policy.place(now=float(second), cluster=cluster_view(views, model(4.0)), costs=COSTS)
 
     assert len(sides(policy, 16)[0]) == len(prefill) + step
+
+
+def test_where_all_steps_are_too_long_prompts_go_where_fewest_wait() -> None:
+    views = [lone(number, 4) for number in range(16)]
+    policy = apart(views)
+    prefill, _ = sides(policy, 16)
+    assert len(prefill) > 1
+    shown = {view.id: view.id in prefill for view in views}
+    waiting = dict.fromkeys(prefill, 0)
+    for _ in range(10 * len(prefill)):
+        full = [lone(n, 60, waiting=waiting.get(n, 0)) for n in shown]
+        choice = policy.prefill(now=float(SECONDS), request=summary(), instances=full, costs=COSTS)
+        waiting[choice.instance] += 1
+
+    assert set(waiting.values()) == {10}
+
+
+def test_a_model_that_was_busy_among_others_is_asked_no_more_when_it_is_alone() -> None:
+    policy = Appliance()
+    quiet = model(rate=0.4)
+    for second in range(3 * SECONDS):
+        others = [model(name="b")] if second < SECONDS else []
+        now = float(second)
+        policy.place(now=now, cluster=cluster_view(FOUR, quiet, *others), costs=COSTS)
+        policy.prefill(now=now, request=summary(now), instances=FOUR, costs=COSTS)
+        assert sides(policy)[1] == {0, 1, 2, 3}
+
+
+def test_a_model_that_only_embeds_has_no_instances_that_decode() -> None:
+    """Nor one whose requests come to be such: that is known after some hundred."""
+    policy, was_apart = Appliance(), apart()
+    for second in range(SECONDS, 2 * SECONDS):
+        now = float(second)
+        for one in (policy, was_apart):
+            one.place(now=now, cluster=cluster_view(FOUR, model()), costs=COSTS)
+            for part in range(40):
+                embedded = structs.replace(summary(now + part / 40), max_tokens=0)
+                one.prefill(now=now, request=embedded, instances=FOUR, costs=COSTS)
+
+    assert sides(policy)[1] == {0, 1, 2, 3}
+    assert sides(was_apart)[1] == {0, 1, 2, 3}
+
+
+def test_a_prompt_with_a_target_of_its_own_is_late_by_that() -> None:
+    """A second is enough for a prompt that has one second, however long others may take."""
+    views = [lone(number, 4) for number in range(16)]
+    policy = apart(views)
+    prefill, _ = sides(policy, 16)
+    hurried = group_view("a", ttft=1.0)
+    for second in range(SECONDS, SECONDS + 3):
+        waits = structs.replace(hurried, deadline=second + 1.0)
+        shown = [
+            structs.replace(view, groups=(waits,)) if view.id in prefill else view for view in views
+        ]
+        policy.place(now=float(second), cluster=cluster_view(shown, model(4.0)), costs=COSTS)
+
+    assert len(sides(policy, 16)[0]) == len(prefill)
+
+
+@pytest.mark.parametrize("tbt", [0.02, 5.0])
+def test_a_request_with_a_target_of_its_own_makes_no_steps_of_others_late(tbt: float) -> None:
+    """A strict one does not stay among prompts, a loose one does not join full steps."""
+    policy = apart()
+    prefill, decode = sides(policy)
+    own = structs.replace(summary(), slo=Slo(ttft_seconds=TTFT, tbt_seconds=tbt))
+
+    def chosen(requests: int) -> int:
+        views = [lone(n, requests if n in decode else 0) for n in range(4)]
+        return policy.decode(request=own, prefilled_on=min(prefill), instances=views, costs=COSTS)
+
+    assert chosen(4) in decode
+    assert chosen(40) == min(prefill)

@@ -36,6 +36,7 @@ loads = st.builds(
     request_seconds=st.floats(1e-6, 0.01),
     limit_seconds=st.floats(1e-3, 0.5),
     room=st.floats(0.1, 1e4) | st.just(math.inf),
+    most=st.integers(1, 1024) | st.just(math.inf),
 )
 pressures = st.builds(Pressure, st.booleans(), st.booleans())
 observations = st.lists(st.tuples(loads, st.floats(0, 1e3), pressures), max_size=80)
@@ -54,6 +55,17 @@ def settled(
 @given(loads, st.integers(1, 12), st.integers(0, 12))
 def test_some_instances_always_decode(load: ModelLoad, instances: int, known: int) -> None:
     assert 0 <= load.best(instances, known) < instances
+
+
+def test_where_steps_are_full_before_they_are_long_nothing_is_apart() -> None:
+    """Chats, of which a step could have 200, and has 32."""
+    chats = ModelLoad(0.04, 250.0, 0.0225, 0.0002, 0.063, math.inf)
+    few = chats._replace(most=32.0)
+
+    assert chats._replace(most=1e6).carried_mixed(4) == pytest.approx(chats.carried_mixed(4))
+    assert few.carried_apart(2, 4) < few.carried_mixed(4) < 0.8 * chats.carried_mixed(4)
+    assert settled(chats, 4, chats.carried_mixed(4)) > 0
+    assert settled(few, 4, few.carried_mixed(4)) == 0
 
 
 @given(loads, st.integers(3, 12))

@@ -102,6 +102,22 @@ def test_views_show_both() -> None:
     assert (plain.slo, plain.deadlines, plain.scheduled) == (SLO, (t.scheduled,), ())
 
 
+def test_a_group_shows_both_of_a_stream_that_is_computed_again() -> None:
+    """So that nothing takes the end of its gap for its schedule."""
+    cluster = ready()
+    cluster.ask("r", "a", output=60, slo=GAPS)
+    request = cluster.machine.requests["r"]
+    cluster.work_until(0, lambda: request.generated > 1)
+    cluster.lose(0)
+    cluster.start()
+
+    (view,) = cluster.machine.cluster.view(cluster.machine.instances[0]).groups
+
+    assert view.deadline == request.newest_token + 1.0
+    assert view.scheduled == request.scheduled > view.deadline
+    assert view.resumed == 1
+
+
 def test_the_strictest_gap_is_the_shortest_promised() -> None:
     """None is no promise, rather than the strictest of all."""
     longer = Slo(ttft_seconds=5.0, tbt_seconds=0.2, gap_seconds=2.0)
