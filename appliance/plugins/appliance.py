@@ -145,6 +145,14 @@ class Expected:
         """Seconds that a prompt takes."""
         return self.prompt_seconds + tokens * self.prompt_seconds_per_token
 
+    def of_answers(self, model: ModelName, requests: int, costs: Costs, tokens: int) -> float:
+        """Seconds that so many answers of so many tokens take; always the same number of tokens."""
+        known = self.answers_seconds.get(requests)
+        if known is None:
+            known = costs.step_seconds(model, requests) * tokens
+            self.answers_seconds[requests] = known
+        return known
+
 
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """What can be set. A question costs O(groups + batches) of the instances that changed since
@@ -180,6 +188,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
     of each model, from its own answers, made it worse: they vary more than the truth.)"""
 
+    separate: bool = False
+    """Where one model has all the work, some instances prefill, others decode (`LoneModel`)."""
     park: bool = False
     """Instances rest that are not needed for what is asked (`appliance.plugins.parking`)."""
     park_load: Annotated[float, Meta(gt=0, le=1)] = 0.5
@@ -219,7 +229,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         )
         if self._homes.are_due(now, there):
             self._placements = self._plan_homes(cluster, costs)
-        self._lone.plan(now, cluster, costs)
+        if self.separate:
+            self._lone.plan(now, cluster, costs)
         self._shedding.note_rest(cluster)
         return self._placements
 
@@ -262,12 +273,13 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         token would be late there: where that comes first. Hopeless requests are refused."""
         model = request.model
         self._lone.note(request)
-        if self._lone.is_apart(model):
+        apart = self._lone.is_apart(model)
+        if apart:
             view = self._lone.prefill(now, request, instances, costs)
             if view is not None:
                 return PrefillChoice(instance=view.id, group=_own_group(now, request, view))
         expected = self._expect(model, now, costs)
-        alone = self._answers_seconds(model, 1, expected, costs)
+        alone = expected.of_answers(model, 1, costs, self.output_tokens)
         self._renew_loads(now, instances, costs)
         found = [self._loads[view.id] for view in instances]
         models = max([len(load.models) for load in found])
@@ -284,7 +296,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                     seconds += expected.switch_seconds
             if (seconds, view.id) < (soonest, best.id):
                 best, soonest = view, seconds
-        if self.shed is Shed.HOPELESS and self._shedding.may_refuse(request):
+        if self.shed is Shed.HOPELESS and not apart and self._shedding.may_refuse(request):
             estimate = self._shedding.soonest(
                 now,
                 request,
@@ -337,8 +349,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             requests[model] = requests.get(model, 0) + waiting
         for model, number in requests.items():
             expected = known.get(model) or self._expect(model, now, costs)
-            seconds += expected.answers_seconds.get(number) or self._answers_seconds(
-                model, number, expected, costs
+            seconds += expected.answers_seconds.get(number) or expected.of_answers(
+                model, number, costs, self.output_tokens
             )
             if model not in resident:
                 seconds += expected.switch_seconds
@@ -355,15 +367,6 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             until = now + ESTIMATES_SECONDS
             known = Expected(until, short - per_token, per_token, switch, {})
             self._expected[model] = known
-        return known
-
-    def _answers_seconds(
-        self, model: ModelName, requests: int, expected: Expected, costs: Costs
-    ) -> float:
-        known = expected.answers_seconds.get(requests)
-        if known is None:
-            known = costs.step_seconds(model, requests) * self.output_tokens
-            expected.answers_seconds[requests] = known
         return known
 
     @hookimpl

@@ -101,7 +101,7 @@ class Queue(NamedTuple):
     membership_version: int
     demands: Sequence[Demand]
     computing: Computing
-    computing_seconds: float
+    prompt_left_seconds: float
     """What was left of the prompt that was computed then."""
 
     def wait_seconds(self, now: float, request: RequestView, view: InstanceView) -> float:
@@ -109,7 +109,7 @@ class Queue(NamedTuple):
         decode it has its turn when they have theirs, before batch work that waits. O(groups +
         batches)."""
         model, until = request.model, _due(now, request)
-        seconds, others = self.computing_seconds, []
+        seconds, others = self.prompt_left_seconds, []
         for demand in self.demands:
             if demand.model == model:
                 seconds += sum([one.seconds for one in demand.prompts if one.interactive])

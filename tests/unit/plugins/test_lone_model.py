@@ -6,7 +6,14 @@ import pytest
 from msgspec import structs
 
 from appliance.plugins.appliance import APART_TURN_SECONDS, Appliance
-from appliance.scheduling.policy_api import InstanceView, ModelView, RequestView
+from appliance.plugins.shedding import Shed
+from appliance.scheduling.policy_api import (
+    InstanceView,
+    ModelView,
+    PrefillChoice,
+    Refusal,
+    RequestView,
+)
 from appliance.vocabulary import InstanceClass, Slo
 from tests.unit.plugins.policy_views import (
     GIB,
@@ -80,7 +87,7 @@ FOUR = [lone(number, 4) for number in range(4)]
 
 
 def apart(views: list[InstanceView] | None = None) -> Appliance:
-    policy = Appliance()
+    policy = Appliance(separate=True)
     told(policy, views or FOUR)
     return policy
 
@@ -122,7 +129,7 @@ def test_a_request_that_is_placed_again_is_no_new_one() -> None:
 
 def test_a_model_that_shares_its_instances_has_none() -> None:
     """Nor one whose work is in part batch work, or that is in place on some only."""
-    policy = Appliance()
+    policy = Appliance(separate=True)
     told(policy, FOUR, model(name="b"))
     assert sides(policy)[1] == {0, 1, 2, 3}
 
@@ -204,7 +211,7 @@ def test_a_request_decodes_where_least_is_read_and_there_is_room() -> None:
 
 
 def test_an_instance_that_decodes_gets_no_more_requests_than_a_step_has() -> None:
-    policy = Appliance()
+    policy = Appliance(separate=True)
     asked = structs.replace(model(), max_batch=12)
     for second in range(SECONDS):
         now = float(second)
@@ -248,7 +255,7 @@ def test_what_decodes_where_prompts_are_computed_goes_on_elsewhere() -> None:
 
 def test_where_nothing_is_apart_the_next_policy_says_what_goes_elsewhere() -> None:
     requests = [decoding_view("r", tokens=PROMPT, tbt=TBT)]
-    for policy, number in ((Appliance(), 0), (apart(), min(sides(apart())[1]))):
+    for policy, number in ((Appliance(separate=True), 0), (apart(), min(sides(apart())[1]))):
         others = [view for view in FOUR if view.id != number]
         answer = policy.flow(instance=FOUR[number], requests=requests, others=others, costs=COSTS)
         assert answer is None
@@ -328,7 +335,7 @@ def test_where_all_steps_are_too_long_prompts_go_where_fewest_wait() -> None:
 
 
 def test_a_model_that_was_busy_among_others_is_asked_no_more_when_it_is_alone() -> None:
-    policy = Appliance()
+    policy = Appliance(separate=True)
     quiet = model(rate=0.4)
     for second in range(3 * SECONDS):
         others = [model(name="b")] if second < SECONDS else []
@@ -340,7 +347,7 @@ def test_a_model_that_was_busy_among_others_is_asked_no_more_when_it_is_alone() 
 
 def test_a_model_that_only_embeds_has_no_instances_that_decode() -> None:
     """Nor one whose requests come to be such: that is known after some hundred."""
-    policy, was_apart = Appliance(), apart()
+    policy, was_apart = Appliance(separate=True), apart()
     for second in range(SECONDS, 2 * SECONDS):
         now = float(second)
         for one in (policy, was_apart):
@@ -382,3 +389,26 @@ def test_a_request_with_a_target_of_its_own_makes_no_steps_of_others_late(tbt: f
 
     assert chosen(4) in decode
     assert chosen(40) == min(prefill)
+
+
+def test_nothing_is_apart_unless_it_is_asked_for() -> None:
+    policy = Appliance()
+    told(policy, FOUR)
+
+    assert sides(policy)[1] == {0, 1, 2, 3}
+
+
+def test_none_is_refused_while_instances_are_apart() -> None:
+    """Nor where only those that decode are offered, as the others are short of room for KV."""
+    policy = Appliance(separate=True, shed=Shed.HOPELESS)
+    told(policy, FOUR)
+    decode = sides(policy)[1]
+    busy = [lone(number, 4, waiting=60) for number in decode]
+    answer = policy.prefill(now=float(SECONDS), request=summary(), instances=busy, costs=COSTS)
+    assert isinstance(answer, PrefillChoice)
+    assert answer.instance in decode
+
+    mixed = Appliance(shed=Shed.HOPELESS)
+    told(mixed, FOUR)
+    answer = mixed.prefill(now=float(SECONDS), request=summary(), instances=busy, costs=COSTS)
+    assert isinstance(answer, Refusal)
