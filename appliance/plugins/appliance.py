@@ -24,7 +24,12 @@ from appliance.hookspecs import hookimpl
 from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.homes import Homes, find_seekers
-from appliance.plugins.lone_model import SMALLEST_CHUNK, LoneModel
+from appliance.plugins.lone_model import (
+    SMALLEST_CHUNK,
+    LoneModel,
+    count_kv_tokens,
+    find_batch,
+)
 from appliance.plugins.shedding import (
     OwnCosts,
     Shed,
@@ -383,7 +388,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             target = self._lone.decode(request, prefilled_on, instances, costs)
             if target is not None:
                 return target
-        offered = {view.id: sum([b.kv_tokens for b in view.batches]) for view in instances}
+        offered = {view.id: count_kv_tokens(view) for view in instances}
         if prefilled_on in offered:
             return prefilled_on
         return min(offered, key=lambda instance: (offered[instance], instance))
@@ -406,7 +411,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         """As many as there are. A prompt in the same steps is computed in parts that keep steps in
         their TBT target, unless it is urgent. Prompts are computed one by one where other models
         have work, so that what comes next is decided after each."""
-        batch = _batch(instance, model)
+        batch = find_batch(instance, model)
         expected = self._expect(model, now, costs)
         others = any([group.model != model for group in instance.groups])
         others |= any([other.model != model for other in instance.batches])
@@ -602,7 +607,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
 def _earns(view: InstanceView, model: ModelName, costs: Costs) -> float:
     """Seconds of slack that a second of decoding earns."""
-    batch = _batch(view, model)
+    batch = find_batch(view, model)
     if batch is None:
         return 0.0
     step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
@@ -629,13 +634,6 @@ def _own_group(now: float, request: RequestView, view: InstanceView) -> int | No
             and group.deadline >= now
         ):
             return index
-    return None
-
-
-def _batch(view: InstanceView, model: ModelName) -> BatchView | None:
-    for batch in view.batches:
-        if batch.model == model:
-            return batch
     return None
 
 

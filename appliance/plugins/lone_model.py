@@ -148,7 +148,7 @@ class LoneModel:
         length = prompt + round(answer / 2)
         one, many = costs.step_seconds(name, 1, length), costs.step_seconds(name, 33, 33 * length)
         each = max(1e-9, (many - one) / 32)
-        seen = [v.kv_bytes / kv for v in mine if (kv := _kv_tokens(v)) > SAMPLE_TOKENS]
+        seen = [v.kv_bytes / kv for v in mine if (kv := count_kv_tokens(v)) > SAMPLE_TOKENS]
         self._kv_token_bytes = min(
             [float(model.kv_bytes_per_token), *([max(seen)] if seen else [])]
         )
@@ -169,7 +169,7 @@ class LoneModel:
         The mean of those that ended is too short while the long ones go on."""
         ended = max(0, self._prompts - model.requests)
         going = sum([batch.requests for view in mine for batch in view.batches])
-        made = sum([_kv_tokens(view) for view in mine]) - going * self._prompt_tokens
+        made = sum([count_kv_tokens(view) for view in mine]) - going * self._prompt_tokens
         assumed = ASSUMED_ANSWERS + going / 2
         tokens = assumed * self._assumed_tokens + ended * self._ended_tokens
         return (tokens + max(0.0, made)) / (assumed + ended)
@@ -188,14 +188,14 @@ class LoneModel:
             for group in view.groups
         ]
         decode = [view for view in mine if view.id in self._decode]
-        kv = {view.id: _kv_tokens(view) for view in decode}
+        kv = {view.id: count_kv_tokens(view) for view in decode}
         target = self._target(model.name, 1, decode, kv, costs, self._step_share)
         return Pressure(prompts=any(late), steps=target is None)
 
     def _choose(self, mine: Sequence[InstanceView], prefill: int) -> None:
         """Those that prefill go on; then those come that decode least."""
         known = self._prefill
-        order = sorted(mine, key=lambda v: (v.id not in known, _kv_tokens(v), v.id))
+        order = sorted(mine, key=lambda v: (v.id not in known, count_kv_tokens(v), v.id))
         self._prefill = frozenset([view.id for view in order[:prefill]])
         self._decode = frozenset([view.id for view in order[prefill:]])
 
@@ -241,7 +241,7 @@ class LoneModel:
         waiting = sum(
             [many * costs.prefill_seconds(model, round(n / many)) for n, many in tokens if n]
         )
-        batch = _batch(view, model)
+        batch = find_batch(view, model)
         if batch is None:
             return waiting + own, 1.0
         step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
@@ -256,7 +256,7 @@ class LoneModel:
     ) -> InstanceId | None:
         """In place where others decode, else where they have room; None if they have none."""
         decode = [view for view in instances if view.id in self._decode]
-        kv = {view.id: _kv_tokens(view) for view in decode}
+        kv = {view.id: count_kv_tokens(view) for view in decode}
         if prefilled_on in kv:
             return prefilled_on
         return self._target(request.model, request.tokens, decode, kv, costs, self._step_share)
@@ -273,7 +273,7 @@ class LoneModel:
         if instance.id not in self._prefill:
             return None
         decode = [view for view in others if view.id in self._decode]
-        kv = {view.id: _kv_tokens(view) for view in decode}
+        kv = {view.id: count_kv_tokens(view) for view in decode}
         moves, joined = [], dict.fromkeys(kv, 0)
         for request in requests:
             if request.model != self._model:
@@ -302,7 +302,7 @@ class LoneModel:
         for another one share their steps with those that do not."""
         found = []
         for view in decode:
-            batch, grown = _batch(view, model), kv[view.id] + tokens
+            batch, grown = find_batch(view, model), kv[view.id] + tokens
             many = 1 + (batch.requests if batch else 0) + (joined[view.id] if joined else 0)
             step = costs.step_seconds(model, many, grown)
             fits = grown * self._kv_token_bytes <= _room_bytes(view)
@@ -317,7 +317,8 @@ def _serves(view: InstanceView, model: ModelView) -> bool:
     return view.up and meant and mixed and model.fits(view.id)
 
 
-def _kv_tokens(view: InstanceView) -> int:
+def count_kv_tokens(view: InstanceView) -> int:
+    """Of all that decode there."""
     return sum([batch.kv_tokens for batch in view.batches])
 
 
@@ -325,5 +326,9 @@ def _room_bytes(view: InstanceView) -> float:
     return KV_SHARE * (view.free_bytes + view.kv_bytes)
 
 
-def _batch(view: InstanceView, model: ModelName) -> BatchView | None:
-    return next((batch for batch in view.batches if batch.model == model), None)
+def find_batch(view: InstanceView, model: ModelName) -> BatchView | None:
+    """The requests of the model that decode there. O(batches)."""
+    for batch in view.batches:
+        if batch.model == model:
+            return batch
+    return None

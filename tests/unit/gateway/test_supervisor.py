@@ -39,8 +39,8 @@ from tests.unit.doubles.loop_clock import movable_clock
 
 SLOW_SECONDS = 60.0
 QUICK = Patience(ping_seconds=0.01, slow_seconds=SLOW_SECONDS, unanswered_pings=1_000_000)
-"""Whoever owes an answer is found slow when a test moves the clock: no process of this machine that
-is kept waiting for a moment."""
+"""A front end that owes an answer is found slow when a test moves the clock: no process of this
+machine that is kept waiting for a moment."""
 IMPATIENT = Patience(ping_seconds=0.01, slow_seconds=SLOW_SECONDS, unanswered_pings=1000)
 SILENT = Patience(ping_seconds=1e6, slow_seconds=1e6, unanswered_pings=1_000_000)
 """Front ends do not say what they have."""
