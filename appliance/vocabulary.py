@@ -54,7 +54,7 @@ class Role(StrEnum):
 
 
 class Task(StrEnum):
-    """What a model is for: text that goes on, the vector of a text, how well two texts match, or
+    """What a model is for: text generation, the vector of a text, how well two texts match, or
     the text of what is said in a sound."""
 
     GENERATE = "generate"

@@ -14,8 +14,8 @@ _NOTHING: Final = 1e-6
 class Bucket:
     """A token bucket: `per_minute` at once, and as many per minute in the long run.
 
-    More than it ever holds is asked of a full bucket. What is settled afterwards may leave it in
-    debt, which is paid off before anything else is given.
+    More than it ever holds is asked of a full bucket. What is settled afterwards may exceed what it
+    holds: the excess delays later requests.
     """
 
     def __init__(self, per_minute: int, now: float) -> None:

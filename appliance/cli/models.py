@@ -35,7 +35,7 @@ def load(model: str, url: str, as_json: bool) -> None:
 
 @model_command
 def stop(model: str, url: str, as_json: bool) -> None:
-    """Have MODEL give its memory on devices back. Its requests are paused, and go on later."""
+    """Unload MODEL from the devices. Its requests are paused, and go on later."""
     _report(post(url, model, "evict"), as_json, f"{model} leaves its devices")
 
 

@@ -534,9 +534,7 @@ class Log(Section, kw_only=True):
         LogFormat,
         Meta(description="`auto` is lines on a terminal, JSON elsewhere: see docs/logs.md."),
     ] = "auto"
-    level: Annotated[LogLevel, Meta(description="The daemon tells what is at least so urgent.")] = (
-        "info"
-    )
+    level: Annotated[LogLevel, Meta(description="Minimum severity that is logged.")] = "info"
 
 
 class Telemetry(Section, kw_only=True):
@@ -758,7 +756,7 @@ class Model(Section, kw_only=True):
     task: Annotated[
         AskedTask,
         Meta(
-            description="What it is for: text that goes on (`generate`), vectors (`embed`), how "
+            description="What it is for: text generation (`generate`), vectors (`embed`), how "
             "well two texts match (`score`), or the text of sound (`transcription`); `auto` is "
             "what its checkpoint says."
         ),
@@ -893,8 +891,8 @@ class Model(Section, kw_only=True):
     enabled: Annotated[
         bool,
         Meta(
-            description="`false`: the table is not there. A drop-in takes a model from the "
-            "catalogue so."
+            description="`false` ignores this table. A drop-in removes a model from the "
+            "catalogue with it."
         ),
     ] = True
 

@@ -41,7 +41,7 @@ def join(level: LogLevel, **fields: object) -> None:
 
 
 def set_level(level: LogLevel) -> None:
-    """Tell what is at least so urgent from now on."""
+    """Log messages of this severity and above from now on."""
     logging.getLogger(LOGGER).setLevel(level.upper())
 
 

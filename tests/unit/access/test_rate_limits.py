@@ -30,7 +30,7 @@ def test_a_bucket_gives_a_minute_at_once_and_then_fills() -> None:
 
 
 def test_more_than_a_bucket_holds_needs_a_full_one() -> None:
-    """It is served, once everything is there; and what it came to is owed."""
+    """It is served, once everything is there; the excess delays later requests."""
     bucket = Bucket(60, 0.0)
     bucket.take(1, 0.0)
 
