@@ -163,6 +163,7 @@ def _stage_system(tree: Path) -> None:
     documents = shared / "doc" / "appliance"
     _install(ROOT / "etc" / "appliance.toml", documents / "examples" / "appliance.toml")
     _install(ROOT / "packaging" / "grafana" / "appliance.json", documents / "grafana.json")
+    _install(ROOT / "packaging" / "prometheus" / "alerts.yaml", documents / "alerts.yaml")
     _install(ROOT / "LICENSE", documents / "copyright")
     changes = documents / "changelog.gz"
     changes.write_bytes(gzip.compress((ROOT / "CHANGELOG.md").read_bytes(), mtime=0))
