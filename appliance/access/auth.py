@@ -33,6 +33,7 @@ OPERATOR_MARK: Final = "appliance.operator"
 
 _OPEN: Final = frozenset({"/livez", "/readyz", "/health", "/version", "/api/version", "/"})
 _METRICS: Final = "/metrics"
+_NEEDS_KEYS: Final = "set api.keys and send a key"
 _CHANGE_ADAPTERS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """vLLM's, which read files and change what is served."""
 _INFER: Final = frozenset(
@@ -282,13 +283,22 @@ class Access:
         for what a browser sends for another site, also one whose name was made to mean this
         machine."""
         if asking.client is not None and not _is_local(asking.client):
-            raise Forbidden(f"without API keys only this machine is answered, not {asking.client}")
+            raise Forbidden(
+                f"without API keys only this machine is answered, not {asking.client}: "
+                f"{_NEEDS_KEYS}"
+            )
         host, origin = asking.headers.get("host"), asking.headers.get("origin")
         if host is not None and not _is_local(host):
-            raise Forbidden(f"without API keys only this machine is answered, not {host!r}")
+            raise Forbidden(
+                f"without API keys only this machine is answered, not {host!r}: {_NEEDS_KEYS}, or "
+                "ask localhost"
+            )
         local = origin is None or _is_local(origin.partition("://")[2])
         if origin is not None and not local and not origin_allowed(origin, self._origins):
-            raise Forbidden(f"without API keys no page of another site is answered: {origin!r}")
+            raise Forbidden(
+                f"without API keys no page of another site is answered: {origin!r} is not in "
+                "api.origins"
+            )
 
     @property
     def has_keys(self) -> bool:

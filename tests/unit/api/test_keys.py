@@ -117,6 +117,7 @@ async def test_without_keys_no_client_needs_one() -> None:
         ({"host": "127.0.0.1", "origin": "null"}, 403),
         ({"host": "shop.example:11500"}, 403),
         ({"host": "127.0.0.1.shop.example"}, 403),
+        ({"host": "host.docker.internal:11500"}, 403),
     ],
 )
 async def test_without_keys_no_page_of_another_site_is_answered(
@@ -128,6 +129,33 @@ async def test_without_keys_no_page_of_another_site_is_answered(
     async with httpx.AsyncClient(transport=transport, base_url="http://appliance") as client:
         assert (await client.post("/api/verify", headers=headers)).status_code == status
         assert (await client.get("/livez", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "remedy"),
+    [
+        ({"host": "host.docker.internal:11500"}, "set api.keys and send a key, or ask localhost"),
+        ({"host": "localhost", "origin": "https://chat.example"}, "is not in api.origins"),
+    ],
+)
+async def test_what_is_refused_without_keys_says_what_to_do(
+    headers: dict[str, str], remedy: str
+) -> None:
+    app = create_app(FakeService(), access=Access(local=True))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://appliance") as client:
+        answer = await client.get("/v1/models", headers=headers)
+
+    assert answer.status_code == 403
+    assert remedy in answer.json()["error"]["message"]
+
+
+async def test_with_keys_the_appliance_has_any_name(house: House) -> None:
+    """Such as the one that containers have for their host."""
+    key = bearer(house.add("webui"))
+    async with house.client() as client:
+        headers = key | {"host": "host.docker.internal:11500"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
 
 @pytest.mark.parametrize(
