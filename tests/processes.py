@@ -1,7 +1,12 @@
-"""The processes that a daemon has started, told apart from outside."""
+"""The processes that a daemon has started, told apart from outside.
+
+Threads and children end at any time, also between the moment when they are listed and the moment
+when they are looked at. What has gone is left out: it says nothing of the others.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 FRONT_END_PARENT = b"appliance.frontend.zygote"
@@ -12,11 +17,11 @@ WORKER_PARENT = b"appliance.worker.zygote"
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started itself. Raises `OSError` if it has gone."""
-    return [
-        int(child)
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-        for child in (thread / "children").read_text().split()
-    ]
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def front_end_parent(daemon: int) -> int:
@@ -31,24 +36,38 @@ def worker_parent(daemon: int) -> int:
 
 
 def _parent(daemon: int, name: bytes) -> int:
-    (parent,) = (
-        child for child in children(daemon) if name in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
+    found = []
+    for child in children(daemon):
+        with suppress(OSError):  # it has gone
+            if name in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    (parent,) = found
     return parent
 
 
 def front_ends(daemon: int) -> list[int]:
     """Raises `ValueError` if they have no parent yet."""
-    return [child for child in children(front_end_parent(daemon)) if not niceness(child)]
+    return [child for child in _forked(daemon) if niceness(child) == 0]
 
 
 def guide_compilers(daemon: int) -> list[int]:
     """The compiler of guides, if it runs: of what is forked there, it alone is nice. Raises
     `ValueError` if it has no parent yet."""
-    return [child for child in children(front_end_parent(daemon)) if niceness(child)]
+    return [child for child in _forked(daemon) if niceness(child)]
 
 
-def niceness(pid: int) -> int:
-    """Of a process. Raises `OSError` if it has gone."""
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def _forked(daemon: int) -> list[int]:
+    """What was forked from the parent of front ends. Raises `ValueError` if there is none."""
+    try:
+        return children(front_end_parent(daemon))
+    except OSError:
+        raise ValueError("what front ends are forked from has just gone") from None
+
+
+def niceness(pid: int) -> int | None:
+    """Of a process; None if it has gone."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
     return int(after_name[16])

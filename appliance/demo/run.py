@@ -43,7 +43,9 @@ from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
 START_SECONDS: Final = 600
-STOP_SECONDS: Final = 20
+STOP_SECONDS: Final = 60
+ANSWER_SECONDS: Final = 60
+"""For one answer of a daemon on a busy machine."""
 SESSION: Final = "session.jsonl"
 PORTS: Final = range(20_000, 32_768)
 """Below those that Linux gives to outgoing connections by default."""
@@ -276,7 +278,7 @@ async def _send(
 
 def metrics_by_model(url: str) -> dict[tuple[str, str], float]:
     """(metric, model) -> value, summed over the other labels."""
-    text = httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
+    text = httpx.get(f"{url}/metrics", timeout=ANSWER_SECONDS).raise_for_status().text
     sums: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

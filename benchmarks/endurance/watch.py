@@ -22,8 +22,11 @@ SLACK = {
     "descriptors": 8,
     "threads": 4,
 }
-REAPED_SECONDS: Final = 10.0
-"""The system's first process reaps what a killed worker had started, in its own time."""
+REAPED_SECONDS: Final = 60.0
+"""The system's first process reaps what a killed worker had started, in its own time, and a process
+that is killed gives its memory back first. On a busy machine each takes seconds."""
+ZOMBIE_SECONDS: Final = 10.0
+"""A process that ended is reaped by its parent within so long, also on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Watch:
         self.memory: set[int] = set()
         """Inodes of all shared memory there was."""
         self._pid = pid
-        self._zombies: set[int] = set()
+        self._zombies: dict[int, float] = {}
+        """Since when each of them is known to be one."""
         self._began = time.monotonic()
 
     async def run(self, every_seconds: float) -> None:
@@ -72,9 +76,11 @@ class Watch:
         """What there is now."""
         tree = self.note()
         rolled = {pid: _rollup(pid) for pid in tree}
-        zombies = {pid for pid in tree if _state(pid) == "Z"}
-        for pid in zombies & self._zombies:
-            self.complaints.append(f"process {pid} is a zombie since the last look")
+        now = time.monotonic()
+        zombies = {pid: self._zombies.get(pid, now) for pid in tree if _state(pid) == "Z"}
+        for pid, since in zombies.items():
+            if now - since > ZOMBIE_SECONDS:
+                self.complaints.append(f"process {pid} is a zombie for {now - since:.0f} s")
         self._zombies = zombies
         return Sample(
             seconds=round(time.monotonic() - self._began, 1),

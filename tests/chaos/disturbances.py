@@ -79,8 +79,7 @@ Disturb = Callable[[World, random.Random, Hit], Awaitable[str]]
 
 
 async def kill_worker(world: World, dice: random.Random, hit: Hit) -> str:
-    pid = dice.choice(await _workers(world))
-    os.kill(pid, signal.SIGKILL)
+    pid = await _signalled(world, dice, _workers, signal.SIGKILL)
     await _recovered(world, hit, pid)
     return f"worker {pid}"
 
@@ -98,8 +97,7 @@ async def run_out_of_memory(world: World, dice: random.Random, hit: Hit) -> str:
 
 
 async def kill_front_end(world: World, dice: random.Random, hit: Hit) -> str:
-    pid = dice.choice(_found(processes.front_ends, world))
-    os.kill(pid, signal.SIGKILL)
+    pid = await _signalled(world, dice, _front_ends, signal.SIGKILL)
     return f"front end {pid}"
 
 
@@ -229,26 +227,28 @@ async def flip_kv(world: World, dice: random.Random, hit: Hit) -> str:
 
 
 async def freeze_worker(world: World, dice: random.Random, hit: Hit) -> str:
-    return await _freeze(dice.choice(await _workers(world)), dice.uniform(*FREEZE_SECONDS))
+    pid = await _signalled(world, dice, _workers, signal.SIGSTOP)
+    return await _frozen(pid, dice.uniform(*FREEZE_SECONDS))
 
 
 async def freeze_front_end(world: World, dice: random.Random, hit: Hit) -> str:
-    pid = dice.choice(_found(processes.front_ends, world))
-    return await _freeze(pid, dice.uniform(*FREEZE_SECONDS))
+    pid = await _signalled(world, dice, _front_ends, signal.SIGSTOP)
+    return await _frozen(pid, dice.uniform(*FREEZE_SECONDS))
 
 
 async def freeze_guide_compiler(world: World, dice: random.Random, hit: Hit) -> str:
-    (pid, *_) = _found(processes.guide_compilers, world)
-    return await _freeze(pid, dice.uniform(*FREEZE_SECONDS))
+    pid = await _signalled(world, dice, _guide_compilers, signal.SIGSTOP)
+    return await _frozen(pid, dice.uniform(*FREEZE_SECONDS))
 
 
 async def freeze_daemon(world: World, dice: random.Random, hit: Hit) -> str:
     async with world.daemon.life:
-        return await _freeze(world.daemon.pid, dice.uniform(*DAEMON_FREEZE_SECONDS))
+        os.kill(world.daemon.pid, signal.SIGSTOP)
+        return await _frozen(world.daemon.pid, dice.uniform(*DAEMON_FREEZE_SECONDS))
 
 
-async def _freeze(pid: int, seconds: float) -> str:
-    os.kill(pid, signal.SIGSTOP)
+async def _frozen(pid: int, seconds: float) -> str:
+    """Let a process that was stopped go on after so long."""
     try:
         await asyncio.sleep(seconds)
     finally:
@@ -329,6 +329,31 @@ async def disturb(world: World, kind: str, seed: int) -> None:
     print(f"{hit.began:7.1f} s {kind}: {hit.missed or hit.what}", file=sys.stderr, flush=True)
 
 
+async def _signalled(
+    world: World,
+    dice: random.Random,
+    find: Callable[[World], Awaitable[list[int]]],
+    number: signal.Signals,
+) -> int:
+    """Send a signal to one of the processes that `find` finds. Another disturbance may have ended
+    it a moment ago, of which the daemon does not know yet: then one is drawn again. Raises `Missed`
+    as `find` does, `Closed` and `OSError`."""
+    while True:
+        pid = dice.choice(await find(world))
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+            return pid
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _front_ends(world: World) -> list[int]:
+    return _found(processes.front_ends, world)
+
+
+async def _guide_compilers(world: World) -> list[int]:
+    return _found(processes.guide_compilers, world)
+
+
 def _found(find: Callable[[int], list[int]], world: World, *, none: bool = False) -> list[int]:
     """Processes. Raises `Missed` if there is none, unless there may be."""
     try:
@@ -348,9 +373,10 @@ def _parent(world: World) -> int:
 
 
 async def _workers(world: World) -> list[int]:
-    found = await world.daemon.workers()
-    if not found:
-        raise Missed("no worker is up")
+    """Those that are up, once there is one. Raises `Closed` and `OSError`."""
+    while not (found := await world.daemon.workers()):
+        await asyncio.sleep(LOOK_SECONDS)
+        await world.daemon.up.wait()
     return found
 
 

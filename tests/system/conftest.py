@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import anthropic
@@ -63,6 +64,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/system" in str(item.path):
             item.add_marker(pytest.mark.system)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _authorities_read_once() -> Iterator[None]:
+    """Every client of `httpx` reads the list of certificate authorities anew, which takes a
+    processor for 70 ms: longer than the answers that tests poll for, and on two processors a test
+    that asks again and again would keep the daemon from what it waits for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context)
+        )
+        yield
 
 
 def copy_with_context(checkpoint: Path, copy: Path, tokens: int) -> None:

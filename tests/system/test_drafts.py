@@ -14,7 +14,7 @@ from appliance.config.loader import load_config
 from appliance.demo.run import running_daemon
 from tests.engine.heads import make_eagle, make_target
 from tests.engine.house import MODELS, make_checkpoint
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, until
 from tests.system.test_kinds import PROMPTS, TOKENS, ask, configure, plain
 
 DRAFTING, HEADED, OTHER = "drafting", "headed", "other"
@@ -41,8 +41,9 @@ def test_outputs_equal_plain_vllm_through_a_kill(tmp_path: Path) -> None:
 
     with running_daemon(file, load_config(file)) as (url, _):
         outputs, killed = asyncio.run(ask_all(url))
-        status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
-        metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_SECONDS).text
+        # A worker tells of a turn when it has ended, which is after the last of its tokens.
+        until(lambda: drafts_are_told(url))
+        status = get(url, "/api/status").json()
 
     numbers = range(len(PROMPTS))
     assert outputs == {
@@ -56,9 +57,23 @@ def test_outputs_equal_plain_vllm_through_a_kill(tmp_path: Path) -> None:
     for name in (DRAFTING, HEADED):
         drafting = shown[name]
         assert 0 < drafting["accepted_tokens"] <= drafting["drafted_tokens"]
-        for counter, key in COUNTERS.items():
-            assert f'{counter}{{model_name="{name}"}} {drafting[key]:.1f}' in metrics
         assert drafting["output_tokens"] == sum(len(outputs[name, number]) for number in numbers)
+
+
+def get(url: str, path: str) -> httpx.Response:
+    return httpx.get(url + path, timeout=PATIENCE_SECONDS).raise_for_status()
+
+
+def drafts_are_told(url: str) -> bool:
+    """Whether the API and the metrics tell of drafts of both models, and the same."""
+    models = get(url, "/api/status").json()["models"]
+    metrics = get(url, "/metrics").text
+    return all(
+        model[key] > 0 and f'{counter}{{model_name="{model["model"]}"}} {model[key]:.1f}' in metrics
+        for model in models
+        if model["model"] in (DRAFTING, HEADED)
+        for counter, key in COUNTERS.items()
+    )
 
 
 async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
@@ -70,7 +85,7 @@ async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
         nonlocal killed
         if killed or len(outputs[DRAFTING, 0]) < TOKENS // 3:
             return
-        status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
+        status = get(url, "/api/status").json()
         killed = status["instances"][0]["pid"]
         os.kill(killed, signal.SIGKILL)
 

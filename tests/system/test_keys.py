@@ -24,6 +24,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.certificates import certify
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
+TOKENS = 80
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,14 @@ def test_keys_over_tls(daemon: Secured) -> None:
 
 def test_keys_take_turns(daemon: Secured) -> None:
     """With room for one request, those of two keys wait, all are answered, and a key that
-    asks for little is not behind one that asks for much."""
+    asks for little is not behind one that asks for much: whose requests take seconds, so that
+    they are not over when those of the other one come."""
     many, few = daemon.client(daemon.key("many")), daemon.client(daemon.key("few"))
     ended: list[str] = []
 
     def ask(name: str, client: openai.OpenAI) -> None:
         client.chat.completions.create(
-            model="llama-a", messages=HELLO, max_tokens=40, extra_body={"ignore_eos": True}
+            model="llama-a", messages=HELLO, max_tokens=TOKENS, extra_body={"ignore_eos": True}
         )
         ended.append(name)
 

@@ -86,12 +86,18 @@ def places(url: str) -> list[str]:
 
 async def stall(client: httpx.AsyncClient, go_on: asyncio.Event) -> list[asyncio.Task[list[int]]]:
     """Clients that do not read until they may go on, one after another, until the KV of two is on
-    disk."""
+    disk, and none is on its way there: no file is being written. With as many clients as there may
+    be, that is waited for."""
     url, tasks = str(client.base_url), []
-    while places(url).count("disk") < 2:
-        assert len(tasks) < MOST_CLIENTS, places(url)
+
+    def on_disk() -> bool:
+        found = places(url)
+        return found.count("disk") >= 2 and "spilling" not in found
+
+    while len(tasks) < MOST_CLIENTS and not on_disk():
         tasks.append(asyncio.create_task(chat(client, go_on, f"slow {len(tasks)}")))
         await asyncio.to_thread(until, lambda: len(places(url)) == len(tasks))
+    await asyncio.to_thread(until, on_disk)
     return tasks
 
 

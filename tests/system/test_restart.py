@@ -223,8 +223,9 @@ class Load:
         self._over = False
 
     async def meanwhile(self, happening: Awaitable[T]) -> T:
-        """Ask before, during and after what happens; what came of that."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        """Ask before, during and after what happens; what came of that. Two daemons start in the
+        meantime, each of which may take as long as one thing may."""
+        async with asyncio.timeout(3 * PATIENCE_SECONDS):
             clients = [asyncio.create_task(self._ask_on(number)) for number in range(CLIENTS)]
             try:
                 return await happening

@@ -24,9 +24,11 @@ from benchmarks.endurance.asks import Ask, Book
 from benchmarks.endurance.clients import PolicyStats
 from benchmarks.endurance.connection import Connection
 from benchmarks.endurance.watch import SLACK, Sample
-from tests.chaos import batches, load, moved_clock
+from tests.chaos import batches, disturbances, load, moved_clock
 from tests.chaos.batches import LastingBatches
+from tests.chaos.daemon import Daemon
 from tests.chaos.disk import small_disk
+from tests.chaos.disturbances import World, disturb
 from tests.chaos.flips import Files, flip_bit, is_content
 from tests.chaos.load import LastingClient
 from tests.chaos.moved_clock import ClockFile
@@ -61,6 +63,34 @@ def test_every_kind_comes_before_one_comes_again(seed: int) -> None:
     assert all(3.0 <= b.at_seconds - a.at_seconds <= 9.1 for a, b in pairwise(due))
     assert due[-1].at_seconds < 240.0
     assert max(Counter(kinds).values()) - min(Counter(kinds).values()) <= 1
+
+
+# --- what is hit ---------------------------------------------------------------------------------
+
+
+def test_a_process_that_has_just_gone_is_not_the_one_that_is_hit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two disturbances may come at one moment, and the daemon tells of a worker for a while after
+    its end: another one is drawn, and none is drawn before one is up."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with subprocess.Popen(["sleep", "600"]) as living:
+        shown = iter(([gone.pid], [], [living.pid]))
+        world = World(Daemon.__new__(Daemon), Record(), Files.__new__(Files), None)
+        world.daemon.up = asyncio.Event()
+        world.daemon.up.set()
+
+        async def workers() -> list[int]:
+            return next(shown)
+
+        monkeypatch.setattr(world.daemon, "workers", workers)
+        monkeypatch.setattr(disturbances, "FREEZE_SECONDS", (0.0, 0.0))
+        asyncio.run(disturb(world, "worker_freeze", 1))
+        living.kill()
+
+    (hit,) = world.record.hits
+    assert (hit.missed, hit.what) == (None, f"process {living.pid} for 0.0 s")
 
 
 # --- what explains the end of a request ----------------------------------------------------------
