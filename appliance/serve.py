@@ -26,6 +26,7 @@ from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.api.operator_socket import protocol_for
 from appliance.config.checks import warnings
 from appliance.config.groups import devices_of, instances_of, plan_instances
+from appliance.config.machine_room import refuse_now
 from appliance.config.schema import Config, Devices
 from appliance.config.sizing import adapter_room, kv_floor_slabs, read_model, uncached
 from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
@@ -63,6 +64,7 @@ from appliance.platform.cpus import (
     usable_by_workers,
 )
 from appliance.platform.gpus import GpusUnknown, driver_version, read_gpus, show_gpus
+from appliance.platform.machine_memory import read_memory
 from appliance.platform.numa import Nodes, by_node, read_nodes
 from appliance.platform.sandbox import missing
 from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
@@ -83,7 +85,7 @@ log = logging.getLogger("appliance.serve")
 
 def serve(config: Config, path: Path) -> int:
     """Run until a signal ends it, on what was read from `path`; returns the exit status. Raises
-    `make_daemon` raises."""
+    `make_daemon` raises, and `TooLittleMemory`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload yet
     logs.begin(config.log.format, config.log.level)
     for warning in warnings(config):
@@ -96,6 +98,7 @@ async def _serve(config: Config, path: Path) -> int:
     if importlib.util.find_spec("vllm") is None:
         extra = "gpu" if config.devices.cuda else "cpu"
         raise ApplianceError(f'vLLM is not installed: install the extra "{extra}" of this package')
+    refuse_now(config.devices, read_memory())
     raise_descriptor_limit()
     if lacking := missing():
         log.info("this machine has no %s: child processes may do more", ", no ".join(lacking))

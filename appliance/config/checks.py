@@ -31,6 +31,7 @@ from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.quantized.quantization import method_of, multiplied
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.groups import check_groups, devices_of, plan_instances, unused_groups
+from appliance.config.machine_room import check_machine
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import (
     Api,
@@ -80,6 +81,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
         ):
             if path and not Path(path).parent.is_dir():
                 report.add(key, f"{Path(path).parent} is not a directory", "create it")
+        check_machine(config.devices, report)
         _check_api_files(config.api, report)
         entries = _read_checkpoints(config, report)
         _check_tasks(config, entries, report)
