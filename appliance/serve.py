@@ -26,6 +26,7 @@ from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.api.operator_socket import protocol_for
 from appliance.config.checks import warnings
 from appliance.config.groups import devices_of, instances_of, plan_instances
+from appliance.config.layers import ignored_rows
 from appliance.config.machine_room import refuse_now
 from appliance.config.schema import Config, Devices
 from appliance.config.sizing import adapter_room, kv_floor_slabs, read_model, uncached
@@ -88,7 +89,7 @@ def serve(config: Config, path: Path) -> int:
     `make_daemon` raises, and `TooLittleMemory`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload yet
     logs.begin(config.log.format, config.log.level)
-    for warning in warnings(config):
+    for warning in [*warnings(config), *ignored_rows(path)]:
         log.warning("%s", warning)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, path))

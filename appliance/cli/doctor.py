@@ -29,6 +29,7 @@ from appliance.cli.findings import Finding, fail, ok, warn
 from appliance.cli.gpu_checks import EXTRAS, check_gpus, check_nodes, fitting_extra
 from appliance.config.checks import warnings
 from appliance.config.groups import plan_instances
+from appliance.config.layers import ignored_rows
 from appliance.config.loader import load_config
 from appliance.config.machine_room import SMALLER, host_needs
 from appliance.config.schema import Config, Devices, KvSpillFolder, Model
@@ -192,7 +193,8 @@ def check_configuration(path: Path) -> tuple[Config | None, list[Finding]]:
         problems = [problem for problem in error.problems if problem.key not in of_files]
         if problems:
             return config, [fail(what, *_problem(problem)) for problem in problems]
-    found = [warn(what, text, "see docs/configuration.md") for text in warnings(config)]
+    said = [*warnings(config), *ignored_rows(path)]
+    found = [warn(what, text, "see docs/configuration.md") for text in said]
     return config, [ok(what, f"{path}, models: {len(config.models)}"), *found]
 
 

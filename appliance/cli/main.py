@@ -32,6 +32,7 @@ from appliance.cli.requests import cancel, requests, why
 from appliance.cli.top import logs, top
 from appliance.client import checked, connect, event_lines, fail, get, unreachable, url_option
 from appliance.config.checks import warnings
+from appliance.config.layers import ignored_rows
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.config.sizing import read_model
@@ -164,7 +165,7 @@ def config() -> None:
 def check(file: Path, as_json: bool) -> None:
     """Read FILE as the daemon would, and list its models."""
     loaded = _load(file)
-    for warning in warnings(loaded):
+    for warning in [*warnings(loaded), *ignored_rows(file)]:
         click.echo(f"warning: {warning}", err=True)
     entries = [read_model(model, loaded.devices) for model in loaded.models]
     if as_json:

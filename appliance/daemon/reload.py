@@ -34,7 +34,7 @@ from appliance.config.diff import (
     joining_models,
 )
 from appliance.config.groups import differing_ranks, instances_of
-from appliance.config.layers import read_layers
+from appliance.config.layers import ignored_rows, read_layers
 from appliance.config.loader import load_config
 from appliance.config.schema import Adapter, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
@@ -125,6 +125,8 @@ class LiveConfig:
             self._join(found, served, kv_floor)
             self._leave(found)
             left = self._changes(found, pair)
+        for warning in await asyncio.to_thread(ignored_rows, self._path):
+            log.warning("%s", warning)
         applied = tuple(change for change in wanted if change not in left)
         log.info(
             "configuration reloaded: %d changes applied, %d wait for a restart",

@@ -24,8 +24,7 @@ from appliance.api.app import create_app
 from appliance.checkpoints import delete
 from appliance.checkpoints.pull import pull
 from appliance.cli.main import cli
-from appliance.config.admin_file import ADMIN_FILE
-from appliance.config.layers import directory
+from appliance.config.layers import ADMIN_FILE, directory
 from appliance.config.loader import load_config
 from appliance.config.schema import Adapter, Model, fields
 from appliance.daemon.reload import LiveConfig
