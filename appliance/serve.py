@@ -140,9 +140,20 @@ async def _serve(config: Config, path: Path) -> int:
     gc.collect()
     gc.freeze()
     guides.start()
-    with reloading(settings, notifier):
-        async with running(admin), aclosing(guides):
-            return await lifetime.run()
+    try:
+        with reloading(settings, notifier):
+            async with running(admin), aclosing(guides):
+                return await lifetime.run()
+    finally:
+        _is_ending()
+
+
+def _is_ending() -> None:
+    """Further signals change nothing: the loop would leave SIGINT to Python, with a traceback."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def make_daemon(config: Config) -> Daemon:

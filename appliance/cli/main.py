@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,8 @@ def cli() -> None:
 @config_option("path")
 def serve(path: Path) -> None:
     """Run the daemon in the foreground."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the daemon runs, as SIGTERM is
     config = _load(path)
     from appliance.serve import serve as run_daemon  # loads the API; others need it not
 
