@@ -8,13 +8,13 @@ appliance wrote to change a model (`ADMIN_FILE`) is ignored if no file has that 
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from appliance.config.checked_text import read_text
+from appliance.config.toml_errors import explain
 from appliance.config.toml_lines import KeyPath, LineMap
 from appliance.errors import ConfigError, Problem
 
@@ -133,11 +133,7 @@ def read_layers(path: Path, pending: Mapping[Path, str] | None = None) -> Layers
                 [Problem(str(file), 1, "(file)", wrong, "give the path of a TOML file")]
             ) from error
         except tomllib.TOMLDecodeError as error:
-            line = re.search(r"at line (\d+)", str(error))
-            number = int(line[1]) if line else len(text.splitlines())
-            raise ConfigError(
-                [Problem(str(file), number, "(file)", f"not TOML: {error}", "correct the syntax")]
-            ) from error
+            raise ConfigError([Problem(str(file), *explain(text, error))]) from error
         layers.add(file, text, document)
     layers.leave_out_leftovers()
     return layers

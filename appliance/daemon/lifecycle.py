@@ -14,10 +14,10 @@ from typing import Protocol
 
 import uvicorn
 
-from appliance.daemon.lifespan import Lifespan
 from appliance.errors import ApplianceError
 from appliance.gateway.acceptor import Acceptor, FrontEnds, listen_at
 from appliance.http.connections import Connection
+from appliance.http.lifespan import Lifespan
 from appliance.platform.systemd import Notifier
 
 STATUS_SECONDS = 5.0

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 from litestar import Litestar
 
-from appliance.daemon.lifespan import Lifespan
 from appliance.errors import ApplianceError
+from appliance.http.lifespan import Lifespan
 
 
 class House:
