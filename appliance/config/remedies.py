@@ -1,4 +1,4 @@
-"""What to write instead of a value that cannot be used, where that can be told from the value."""
+"""What to write instead of a value that cannot be used, where the value shows it."""
 
 from __future__ import annotations
 

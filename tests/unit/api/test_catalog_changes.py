@@ -573,6 +573,22 @@ async def test_pull_and_rm_on_the_command_line(call: Call, path: Path, box: Box)
     assert served_names(path) == ["a", "b"]
 
 
+@pytest.mark.usefixtures("at_work")
+async def test_without_a_terminal_files_go_only_if_that_was_said(call: Call, path: Path) -> None:
+    """A script that forgets `--yes` loses nothing; it is told where the files are."""
+    source = path.parent / "new"
+    await call("pull", str(source), "--max-context", "128", "--dtype", "float32")
+    files = path.parent / "models" / "new"
+
+    gone = await call("rm", "new")
+
+    assert gone.stdout == (
+        f"new is gone; its files stay in {files} (without a terminal, files are deleted only with "
+        "--yes)\n"
+    )
+    assert files.is_dir()
+
+
 async def _until(done: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not done():  # noqa: ASYNC110 - of files there is no event

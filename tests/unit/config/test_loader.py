@@ -13,7 +13,7 @@ from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.cli.docs import config as configdoc
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
-from appliance.config.schema import BatchSlo, Config, PolicyTable, SloTable, fields
+from appliance.config.schema import BatchSlo, Config, PolicyTable, SloTable, fields, schema
 from appliance.config.sizing import uncached
 from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
@@ -419,6 +419,18 @@ def test_keys_that_others_can_read_are_warned_of(models: Path) -> None:
     assert "`chmod 600`" in warning
     file.chmod(0o600)
     assert warnings(config) == []
+
+
+def test_the_sample_says_the_defaults() -> None:
+    """But for what has none, and what a file has to name: the daemon does the same without it."""
+    different = {
+        f"{header} {key}"
+        for header, (_, keys) in schema().items()
+        for key, field in keys.items()
+        if not field.required and field.sample != field.default
+    }
+
+    assert different == set()
 
 
 def test_sample_is_generated_and_valid() -> None:
