@@ -3,6 +3,7 @@ what to do about it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -56,10 +57,14 @@ def refuse_other_formats(path: Path) -> None:
 def refuse_pointer(file: Path) -> None:
     """Raises `UnreadableModel` for a file with git-LFS's few lines in place of the content."""
     try:
-        if file.stat().st_size > _POINTER_BYTES:
+        if not file.is_file() or file.stat().st_size > _POINTER_BYTES:
             return
-        with file.open("rb") as stream:
-            pointer = stream.read(len(_POINTER)) == _POINTER
+        # A pipe may have taken its place by now, and would be waited for.
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            pointer = os.read(fd, len(_POINTER)) == _POINTER
+        finally:
+            os.close(fd)
     except OSError:
         return  # reported where it is read
     if pointer:

@@ -81,7 +81,7 @@ class Layers:
 
     def leave_out_leftovers(self) -> None:
         """Leave out the rows of `ADMIN_FILE` that only change a model, where no file has it."""
-        rows = self.document.get("model")
+        rows: Any = self.document.get("model")
         if not _rows(rows):
             return
         origins = [self._origin(("model", place)) for place in range(len(rows))]
@@ -102,13 +102,13 @@ class Layers:
         """Of the models, in this order; their places are found as before."""
         rows = self.document["model"]
         self.document["model"] = [rows[place] for place in kept]
-        moved = {("model", old): ("model", new) for new, old in enumerate(kept)}
-        places = {("model", place): self._origin(("model", place)) for place in range(len(rows))}
-        every = {**places, **self._origins}
+        old: list[KeyPath] = [("model", place) for place in range(len(rows))]
+        moved: dict[KeyPath, KeyPath] = {old[place]: old[new] for new, place in enumerate(kept)}
+        origins = {**{key: self._origin(key) for key in old}, **self._origins}
         self._origins = {
             (*moved.get(key[:2], key[:2]), *key[2:]): origin
-            for key, origin in every.items()
-            if key[:1] != ("model",) or len(key) == 1 or key[:2] in moved
+            for key, origin in origins.items()
+            if key[:2] in moved or key[:2] not in old
         }
 
 

@@ -90,7 +90,7 @@ class Server(uvicorn.Server):
         """Listen. Raises `ApplianceError` where that cannot be, and what the application raises."""
         config = self.config
         if config.lifespan == "on":
-            self.lifespan = Lifespan(config.loaded_app)  # type: ignore[assignment]
+            self.lifespan = Lifespan(config.loaded_app)
         await super().startup([])
         if sockets is None:
             try:

@@ -75,7 +75,7 @@ async def test_an_application_that_knows_no_lifespan() -> None:
     """It need not have one."""
     asked = []
 
-    async def application(scope: dict, receive: object, send: object) -> None:
+    async def application(scope: dict[str, str], receive: object, send: object) -> None:
         asked.append(scope["type"])
 
     lifespan = Lifespan(application)
