@@ -268,7 +268,7 @@ def test_a_baseline_may_pay_for_its_own_switches(tmp_path: Path) -> None:
         ({"hardware.host_gbps": "0"}, r"hardware.host_gbps: expected `float` > 0"),
         ({"hardware.nvlink_gbps": "0"}, r"hardware.nvlink_gbps: expected `float` > 0"),
         ({"hardware.relay": "1"}, r"hardware.relay: expected `bool`"),
-        ({"policies.aegaeon.share": "1"}, r"policies.*policy aegaeon has no parameter share"),
+        ({"policies.aegaeon.share": "1"}, r"policies.*unknown field `share`"),
         ({"nothing": "1"}, r"the file: .*unknown field `nothing`"),
         ({"models.1.count": "1"}, r"--set models.1.count: there is no such key"),
         ({"models.x": "1"}, r"--set models.x: there is no such key"),
