@@ -26,6 +26,8 @@ from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.api.operator_socket import protocol_for
 from appliance.config.checks import warnings
 from appliance.config.groups import devices_of, instances_of, plan_instances
+from appliance.config.layers import ignored_rows
+from appliance.config.machine_room import refuse_now
 from appliance.config.schema import Config, Devices
 from appliance.config.sizing import adapter_room, kv_floor_slabs, read_model, uncached
 from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
@@ -63,6 +65,7 @@ from appliance.platform.cpus import (
     usable_by_workers,
 )
 from appliance.platform.gpus import GpusUnknown, driver_version, read_gpus, show_gpus
+from appliance.platform.machine_memory import read_memory
 from appliance.platform.numa import Nodes, by_node, read_nodes
 from appliance.platform.sandbox import missing
 from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
@@ -83,10 +86,10 @@ log = logging.getLogger("appliance.serve")
 
 def serve(config: Config, path: Path) -> int:
     """Run until a signal ends it, on what was read from `path`; returns the exit status. Raises
-    `make_daemon` raises."""
+    `make_daemon` raises, and `TooLittleMemory`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload yet
     logs.begin(config.log.format, config.log.level)
-    for warning in warnings(config):
+    for warning in [*warnings(config), *ignored_rows(path)]:
         log.warning("%s", warning)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, path))
@@ -96,6 +99,7 @@ async def _serve(config: Config, path: Path) -> int:
     if importlib.util.find_spec("vllm") is None:
         extra = "gpu" if config.devices.cuda else "cpu"
         raise ApplianceError(f'vLLM is not installed: install the extra "{extra}" of this package')
+    refuse_now(config.devices, read_memory())
     raise_descriptor_limit()
     if lacking := missing():
         log.info("this machine has no %s: child processes may do more", ", no ".join(lacking))
@@ -136,9 +140,20 @@ async def _serve(config: Config, path: Path) -> int:
     gc.collect()
     gc.freeze()
     guides.start()
-    with reloading(settings, notifier):
-        async with running(admin), aclosing(guides):
-            return await lifetime.run()
+    try:
+        with reloading(settings, notifier):
+            async with running(admin), aclosing(guides):
+                return await lifetime.run()
+    finally:
+        _is_ending()
+
+
+def _is_ending() -> None:
+    """Further signals change nothing: the loop would leave SIGINT to Python, with a traceback."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def make_daemon(config: Config) -> Daemon:

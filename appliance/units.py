@@ -126,6 +126,17 @@ def no_less(size: int) -> str:
     return f"{size}B"
 
 
+def no_more(size: int) -> str:
+    """A size for a file to have, where more would not do: rounded down by a hundredth at most."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = int(_SIZE_UNITS[unit])
+        if size >= scale and 2 * size % scale == 0:
+            return f"{size / scale:g}{unit}"
+        if size >= 100 * scale:
+            return f"{size // scale}{unit}"
+    return f"{size}B"
+
+
 def toml(value: object) -> str:
     """A scalar, or a tuple of scalars, as a TOML file would have it."""
     if isinstance(value, bool):

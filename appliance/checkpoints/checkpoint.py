@@ -29,6 +29,7 @@ from appliance.checkpoints.language_models import (
     served_architecture,
 )
 from appliance.checkpoints.model_config import MOST, ModelConfig, read_model_config
+from appliance.checkpoints.other_formats import UnreadableModel, refuse_other_formats
 from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.quantized.readers import why_not_whole
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
@@ -205,14 +206,12 @@ def read_checkpoint(
 
 def _checked_config(path: Path) -> ModelConfig:
     """The configuration of a kind of model that is served, with the files that front ends read."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory")
+    refuse_other_formats(path)
     config = read_model_config(path)
     check_family(config)
     if not any(next(path.glob(name), None) for name in _TOKENIZERS):
-        raise CheckpointError(
-            f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
-        )
+        wrong = f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}"
+        raise UnreadableModel(wrong, "copy the model's there")
     processor_template(path)
     suppressed_tokens(config)
     return config

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from appliance.checkpoints.checksums import read_sums
+from appliance.checkpoints.other_formats import refuse_pointer
 from appliance.errors import CheckpointError
 
 BITS: Final = {
@@ -152,6 +153,7 @@ def read_header(path: Path) -> WeightFile:
     Raises `CheckpointError` when the header is damaged, the file is not as long as it says, or it
     is no regular file.
     """
+    refuse_pointer(path)
     with io_errors(path), open(_open(path), "rb") as stream:
         status = os.fstat(stream.fileno())
         size = status.st_size

@@ -29,7 +29,9 @@ from appliance.cli.findings import Finding, fail, ok, warn
 from appliance.cli.gpu_checks import EXTRAS, check_gpus, check_nodes, fitting_extra
 from appliance.config.checks import warnings
 from appliance.config.groups import plan_instances
+from appliance.config.layers import ignored_rows
 from appliance.config.loader import load_config
+from appliance.config.machine_room import SMALLER, host_needs
 from appliance.config.schema import Config, Devices, KvSpillFolder, Model
 from appliance.config.sizing import read_model, uncached
 from appliance.engines.protocol import Verdict
@@ -46,6 +48,7 @@ from appliance.platform.cpus import (
     usable_by_workers,
 )
 from appliance.platform.gpus import GpusUnknown, driver_cuda_version
+from appliance.platform.machine_memory import read_fields, read_memory, read_text
 from appliance.platform.numa import read_nodes
 from appliance.units import human
 
@@ -190,7 +193,8 @@ def check_configuration(path: Path) -> tuple[Config | None, list[Finding]]:
         problems = [problem for problem in error.problems if problem.key not in of_files]
         if problems:
             return config, [fail(what, *_problem(problem)) for problem in problems]
-    found = [warn(what, text, "see docs/configuration.md") for text in warnings(config)]
+    said = [*warnings(config), *ignored_rows(path)]
+    found = [warn(what, text, "see docs/configuration.md") for text in said]
     return config, [ok(what, f"{path}, models: {len(config.models)}"), *found]
 
 
@@ -265,37 +269,29 @@ class SystemFacts(NamedTuple):
     @classmethod
     def read(cls, root: Path = Path("/")) -> SystemFacts:
         """The facts of this machine, from the files below `root`."""
-        memory = _fields(root / "proc/meminfo")
-        chosen = re.search(r"\[(\w+)\]", _text(root / SHMEM_HUGE.lstrip("/")))
+        memory = read_memory(root)
+        chosen = re.search(r"\[(\w+)\]", read_text(root / SHMEM_HUGE.lstrip("/")))
         return cls(
-            total_bytes=min(
-                (size for size in (_kib(memory.get("MemTotal")), _group_limit(root)) if size),
-                default=None,
-            ),
-            available_bytes=_kib(memory.get("MemAvailable")),
-            lockable_bytes=_lockable(_fields(root / "proc/self/status").get("CapEff", "0")),
+            total_bytes=memory.total_bytes,
+            available_bytes=memory.available_bytes,
+            lockable_bytes=_lockable(read_fields(root / "proc/self/status").get("CapEff", "0")),
             shmem_huge=chosen[1] if chosen else None,
         )
 
 
 def check_memory(config: Config, machine: SystemFacts, *, running: bool) -> Finding:
     """Whether pools and host cache fit into the memory that is available."""
-    devices = config.devices
-    ranks = sum([plan.ranks for plan in plan_instances(devices)])
-    pools = 0 if devices.cuda else ranks * devices.slabs * devices.slab_bytes
-    needed = pools + devices.host_cache_bytes
-    what = "memory"
-    found = f"pools {human(pools)} + host cache {human(devices.host_cache_bytes)}"
-    remedy = "make devices.memory or devices.host_cache smaller, or use fewer instances"
-    if machine.total_bytes is not None and needed > machine.total_bytes:
-        return fail(what, f"{found} of {human(machine.total_bytes)} in all", remedy)
+    what, needs = "memory", host_needs(config.devices)
+    found = str(needs)
+    if machine.total_bytes is not None and needs.bytes > machine.total_bytes:
+        return fail(what, f"{found} of {human(machine.total_bytes)} in all", SMALLER)
     if running:
         return ok(what, f"{found}, held by the daemon that runs")
     if machine.available_bytes is None:
         return ok(what, f"{found}; how much is available is not known")
     found += f" of {human(machine.available_bytes)} available"
-    if needed > machine.available_bytes:
-        return warn(what, found, f"end what else uses memory, or {remedy}")
+    if needs.bytes > machine.available_bytes:
+        return warn(what, found, f"end what else uses memory, or {SMALLER}")
     return ok(what, found)
 
 
@@ -352,38 +348,6 @@ def check_shared_memory() -> Finding:
     except OSError as error:
         return fail(what, str(error), "allow memfd_create(2) and more memory to this user")
     return ok(what, "memfd works")
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
-def _fields(file: Path) -> dict[str, str]:
-    """``name: value`` on every line, as files in /proc have it."""
-    pairs = (line.partition(":") for line in _text(file).splitlines())
-    return {name: value.strip() for name, _, value in pairs}
-
-
-def _group_limit(root: Path) -> int | None:
-    """The least limit of memory among the control groups (version 2) that this process is in."""
-    path = _fields(root / "proc/self/cgroup").get("0", "").strip(":/")
-    top = root / "sys/fs/cgroup"
-    group = top / path
-    limits = []
-    for folder in (group, *group.parents):
-        limit = _text(folder / "memory.max").strip()
-        if limit.isdecimal():
-            limits.append(int(limit))
-        if folder == top:
-            break
-    return min(limits, default=None)
-
-
-def _kib(value: str | None) -> int | None:
-    return None if value is None else int(value.removesuffix(" kB")) * 1024
 
 
 def _lockable(capabilities: str) -> int | None:

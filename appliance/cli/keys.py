@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import click
 import msgspec
 
 from appliance.access.keys import Key, KeyFile, NewKey, Scope, lifetime_seconds, make_key
+from appliance.checkpoints.adapters import full_name
 from appliance.cli.options import config_option
 from appliance.cli.output import json_option, print_json, print_table
 from appliance.client import fail
 from appliance.config.loader import load_config
-from appliance.errors import ConfigError, KeyFieldError, KeysError
+from appliance.config.schema import Config
+from appliance.errors import ConfigError, KeyFieldError, KeysError, nearest
 from appliance.vocabulary import RequestClass
 
 
@@ -92,6 +95,8 @@ def create(
 ) -> None:
     """Make the key NAME, and print it: this is the only time that it is shown."""
     keys = _keys(config, file)
+    if file is None:
+        _check_models(models, config)
     wanted = NewKey(
         name=name,
         scopes=tuple(map(Scope, scopes)),
@@ -166,16 +171,34 @@ def revoke(name: str, config: Path, file: Path | None) -> None:
     click.echo(f"{name} is revoked")
 
 
-def _keys(config: Path, file: Path | None) -> KeyFile:
-    """The file that was named, or the configuration's."""
-    if file is not None:
-        return KeyFile(file)
+def _check_models(models: Sequence[str], config: Path) -> None:
+    """Ends the command for a name that no model or adapter of the configuration has."""
+    known = [
+        name
+        for model in _load(config).models
+        for name in (model.name, *(full_name(model.name, one.name) for one in model.adapters))
+    ]
+    for name in models:
+        if name not in known:
+            wrong = f"there is no model {name!r}; {nearest(name, known)}"
+            raise click.BadParameter(wrong, param_hint="--model")
+
+
+def _load(config: Path) -> Config:
+    """The configuration; every problem is printed, with status 2, if it cannot be used."""
     try:
-        path = load_config(config, check_files=False).api.keys
+        return load_config(config, check_files=False)
     except ConfigError as error:
         for problem in error.problems:
             click.echo(str(problem), err=True)
         sys.exit(2)
+
+
+def _keys(config: Path, file: Path | None) -> KeyFile:
+    """The file that was named, or the configuration's."""
+    if file is not None:
+        return KeyFile(file)
+    path = _load(config).api.keys
     if not path:
         raise click.UsageError(f'{config} has no keys: add keys = "keys.json" to [api], or --file')
     return KeyFile(Path(path))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from appliance.cli.findings import Level
 from appliance.cli.instances import instance
 from appliance.cli.keys import key
 from appliance.cli.models import drain, limit, load, pin, resume, rm, show, stop, unpin
-from appliance.cli.options import config_option
+from appliance.cli.options import config_file
 from appliance.cli.output import json_option, print_json, print_table
 from appliance.cli.policies import policy
 from appliance.cli.pull import pull
@@ -32,13 +33,12 @@ from appliance.cli.requests import cancel, requests, why
 from appliance.cli.top import logs, top
 from appliance.client import checked, connect, event_lines, fail, get, unreachable, url_option
 from appliance.config.checks import warnings
+from appliance.config.layers import ignored_rows
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.config.sizing import read_model
 from appliance.errors import ApplianceError, ConfigError
 from appliance.units import human
-
-file_type = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,9 +47,11 @@ def cli() -> None:
 
 
 @cli.command()
-@config_option("path")
+@config_file
 def serve(path: Path) -> None:
-    """Run the daemon in the foreground."""
+    """Run the daemon in the foreground, with the configuration FILE."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the daemon runs, as SIGTERM is
     config = _load(path)
     from appliance.serve import serve as run_daemon  # loads the API; others need it not
 
@@ -127,7 +129,7 @@ def ps(url: str, as_json: bool) -> None:
 
 
 @cli.command()
-@config_option("path")
+@config_file
 @click.option(
     "--verify", is_flag=True,
     help="Read everything: checkpoints against their checksums, the weights on the devices of a "
@@ -159,12 +161,12 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("file", type=file_type)
+@config_file
 @json_option
-def check(file: Path, as_json: bool) -> None:
+def check(path: Path, as_json: bool) -> None:
     """Read FILE as the daemon would, and list its models."""
-    loaded = _load(file)
-    for warning in warnings(loaded):
+    loaded = _load(path)
+    for warning in [*warnings(loaded), *ignored_rows(path)]:
         click.echo(f"warning: {warning}", err=True)
     entries = [read_model(model, loaded.devices) for model in loaded.models]
     if as_json:
@@ -189,7 +191,7 @@ def check(file: Path, as_json: bool) -> None:
             name = full_name(model.name, one.name)
             rows.append([name, "adapter", entry.dtype, "", "", model.max_context])
     print_table(["NAME", "ARCHITECTURE", "DTYPE", "WEIGHTS", "KV/TOKEN", "CONTEXT"], rows)
-    click.echo(f"{file}: fine")
+    click.echo(f"{path}: fine")
 
 
 @config.command()

@@ -230,7 +230,7 @@ POLL_SECONDS = 0.2
 @click.argument("model")
 @click.option("--force", is_flag=True, help="End its requests, rather than wait for them.")
 @click.option("--keep-files", is_flag=True, help="Delete nothing.")
-@click.option("--yes", is_flag=True, help="Ask nothing.")
+@click.option("--yes", is_flag=True, help="Ask nothing. Without a terminal files stay otherwise.")
 @url_option
 @json_option
 def rm(model: str, force: bool, keep_files: bool, yes: bool, url: str, as_json: bool) -> None:
@@ -243,10 +243,10 @@ def rm(model: str, force: bool, keep_files: bool, yes: bool, url: str, as_json: 
         _remove_adapter(url, base, model, force=force, as_json=as_json)
         return
     found = get(url, path)
-    if not yes and sys.stdin.isatty():
+    if ask := not yes and sys.stdin.isatty():
         live = found["running"] + found["waiting"]
         click.confirm(f"remove {model} ({live} live requests)?", abort=True)
-    files = "false" if keep_files else "true"
+    files = "true" if (yes or ask) and not keep_files else "false"
     removal = call("DELETE", url, f"{path}?force={str(force).lower()}&files={files}")
     if removal["live"] and not as_json:
         click.echo(f"{model} takes no new requests; {removal['live']} go on to their ends")
@@ -255,6 +255,8 @@ def rm(model: str, force: bool, keep_files: bool, yes: bool, url: str, as_json: 
         print_json(removal)
         return
     left = "its files are deleted" if removal["files"] else f"its files stay in {_path(found)}"
+    if not (yes or ask or keep_files):
+        left += " (without a terminal, files are deleted only with --yes)"
     click.echo(f"{model} is gone; {left}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import click
 VARIABLE: Final = "APPLIANCE_CONFIG"
 PLACES: Final = (Path("etc/appliance.toml"), Path("/etc/appliance/appliance.toml"))
 """Where it is looked for if no path is given: in a working copy, then what is installed."""
+_DEFAULT: Final = ", else ".join((f"${VARIABLE}", *map(str, PLACES)))
+_FILE: Final = click.Path(dir_okay=False, path_type=Path)
 
 
 def default_config() -> Path:
@@ -22,9 +25,22 @@ def default_config() -> Path:
     return next((place for place in PLACES if place.is_file()), PLACES[0])
 
 
+def config_file(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The configuration as an argument or as ``--config``, given to the command as `path`."""
+
+    @functools.wraps(command)
+    def either(file: Path | None, config: Path | None, **others: Any) -> Any:
+        if file is not None and config is not None:
+            raise click.UsageError("give FILE or --config FILE, not both")
+        return command(path=file or config or default_config(), **others)
+
+    argument = click.argument("file", type=_FILE, required=False)
+    option = click.option("--config", type=_FILE, help=f"The same as FILE. [default: {_DEFAULT}]")
+    return argument(option(either))
+
+
 def config_option(name: str, about: str | None = None) -> Callable[..., Any]:
     """``--config``, given to the command as the path `name`."""
     return click.option(
-        "--config", name, type=click.Path(dir_okay=False, path_type=Path), default=default_config,
-        show_default=", else ".join((f"${VARIABLE}", *map(str, PLACES))), help=about,
+        "--config", name, type=_FILE, default=default_config, show_default=_DEFAULT, help=about,
     )  # fmt: skip

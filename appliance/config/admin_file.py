@@ -14,14 +14,13 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AoT, InlineTable, Item, Table
 
 from appliance.config.checked_text import read_whole_text, without_checksum, write_text
-from appliance.config.layers import directory
+from appliance.config.layers import ADMIN_FILE, directory
 from appliance.config.schema import Model, fields
 from appliance.errors import NotSaved
 from appliance.platform.checked_file import Damaged
 from appliance.platform.durable import make_folder
 from appliance.vocabulary import ModelName
 
-ADMIN_FILE: Final = "50-admin.toml"
 HEADER: Final = (
     "# Written by the appliance when an operator changes a model; undone by deleting it.\n\n"
 )

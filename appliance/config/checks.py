@@ -6,6 +6,7 @@ What is refused here can never work; what is allowed but worth knowing is a warn
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from functools import partial
 from ipaddress import ip_network
@@ -31,6 +32,7 @@ from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.quantized.quantization import method_of, multiplied
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.groups import check_groups, devices_of, plan_instances, unused_groups
+from appliance.config.machine_room import check_machine
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import (
     Api,
@@ -52,6 +54,8 @@ from appliance.service.front_paths import FRONT_PATHS
 from appliance.units import human
 
 PAGE_BYTES: Final = 4096
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""``org/model``, as hubs call models."""
 
 LEAST_AUTOPILOT_SECONDS: Final = {"interval": 10, "cpu": 1, "window": 10, "watch": 5}
 """A replay takes longer than less would leave it, and less says nothing."""
@@ -80,6 +84,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
         ):
             if path and not Path(path).parent.is_dir():
                 report.add(key, f"{Path(path).parent} is not a directory", "create it")
+        check_machine(config.devices, report)
         _check_api_files(config.api, report)
         entries = _read_checkpoints(config, report)
         _check_tasks(config, entries, report)
@@ -158,7 +163,8 @@ def _check_api_files(api: Api, report: ProblemReport) -> None:
     try:
         group_id(api.admin_group)
     except AdminSocketError as error:
-        report.add(("api", "admin_group"), str(error), "create it, or leave it out")
+        wrong = str(error).removeprefix("api.admin_group: ")
+        report.add(("api", "admin_group"), wrong, "create it, or leave it out")
 
 
 def _check_devices(devices: Devices, report: ProblemReport) -> None:
@@ -345,7 +351,9 @@ def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntr
         except UnsupportedHead as error:
             report.add(("model", index, "speculate"), error.wrong, error.remedy)
         except CheckpointError as error:
-            report.add(("model", index, "path"), error.wrong, error.remedy)
+            at = ("model", index, "path")
+            remedy = _pull_instead(str(report.written(at)), Path(model.path)) or error.remedy
+            report.add(at, error.wrong, remedy)
         except OSError as error:
             report.add(("model", index, "path"), str(error), "make it readable")
         if entry is not None and model.max_context > entry.max_positions:
@@ -356,6 +364,12 @@ def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntr
             )
         entries.append(entry)
     return entries
+
+
+def _pull_instead(written: str, path: Path) -> str:
+    """The remedy if a model of a hub was named; "" if not."""
+    named = _HUB_NAME.fullmatch(written) and not path.parent.exists()
+    return f"use `appliance pull {written}`, or give the directory of a checkpoint" if named else ""
 
 
 def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:

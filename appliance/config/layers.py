@@ -2,20 +2,24 @@
 
 Next to ``appliance.toml`` a directory ``appliance.toml.d`` may hold more ``*.toml``, read in the
 order of their names; what a later one says holds. Tables are merged key by key, and ``[[model]]``
-by name: a row with the name of an earlier one changes it, any other adds a model.
+by name: a row with the name of an earlier one changes it, any other adds a model. A row that the
+appliance wrote to change a model (`ADMIN_FILE`) is ignored if no file has that model any more.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from appliance.config.checked_text import read_text
+from appliance.config.toml_errors import explain
 from appliance.config.toml_lines import KeyPath, LineMap
 from appliance.errors import ConfigError, Problem
+
+ADMIN_FILE: Final = "50-admin.toml"
+"""The drop-in that changes of operators are written to."""
 
 
 class Layers:
@@ -27,14 +31,20 @@ class Layers:
         self._lines: list[LineMap] = []
         self._origins: dict[KeyPath, tuple[int, KeyPath]] = {}
         """Where the last merged value is: the file, and its path there."""
+        self.ignored: list[str] = []
+        """The rows that were left out, each as a warning."""
 
     def place(self, key: KeyPath) -> tuple[Path, int]:
         """The file and the line of a key, or of what is nearest around it."""
+        layer, path = self._origin(key)
+        return self.paths[layer], self._lines[layer].line(path)
+
+    def _origin(self, key: KeyPath) -> tuple[int, KeyPath]:
         for length in range(len(key), 0, -1):
             if key[:length] in self._origins:
                 layer, path = self._origins[key[:length]]
-                return self.paths[layer], self._lines[layer].line((*path, *key[length:]))
-        return self.paths[0], self._lines[0].line(key)
+                return layer, (*path, *key[length:])
+        return 0, key
 
     def add(self, path: Path, text: str, document: dict[str, Any]) -> None:
         """What this file says holds from now on."""
@@ -69,6 +79,38 @@ class Layers:
         rows.append(row)
         self._origins["model", len(rows) - 1] = (len(self.paths) - 1, there)
 
+    def leave_out_leftovers(self) -> None:
+        """Leave out the rows of `ADMIN_FILE` that only change a model, where no file has it."""
+        rows: Any = self.document.get("model")
+        if not _rows(rows):
+            return
+        origins = [self._origin(("model", place)) for place in range(len(rows))]
+        kept = []
+        for place, (row, (layer, path)) in enumerate(zip(rows, origins, strict=True)):
+            if "path" in row or "name" not in row or self.paths[layer].name != ADMIN_FILE:
+                kept.append(place)
+                continue
+            self.ignored.append(
+                f"{self.paths[layer]}:{self._lines[layer].line(path)}: model {row['name']}: "
+                "ignored, as no file has this model any more; delete the table here, or put the "
+                "model's own back"
+            )
+        if len(kept) < len(rows):
+            self._keep_rows(kept)
+
+    def _keep_rows(self, kept: list[int]) -> None:
+        """Of the models, in this order; their places are found as before."""
+        rows = self.document["model"]
+        self.document["model"] = [rows[place] for place in kept]
+        old: list[KeyPath] = [("model", place) for place in range(len(rows))]
+        moved: dict[KeyPath, KeyPath] = {old[place]: old[new] for new, place in enumerate(kept)}
+        origins = {**{key: self._origin(key) for key in old}, **self._origins}
+        self._origins = {
+            (*moved.get(key[:2], key[:2]), *key[2:]): origin
+            for key, origin in origins.items()
+            if key[:2] in moved or key[:2] not in old
+        }
+
 
 def directory(path: Path) -> Path:
     """Where the drop-ins of a configuration file are."""
@@ -91,13 +133,16 @@ def read_layers(path: Path, pending: Mapping[Path, str] | None = None) -> Layers
                 [Problem(str(file), 1, "(file)", wrong, "give the path of a TOML file")]
             ) from error
         except tomllib.TOMLDecodeError as error:
-            line = re.search(r"at line (\d+)", str(error))
-            number = int(line[1]) if line else len(text.splitlines())
-            raise ConfigError(
-                [Problem(str(file), number, "(file)", f"not TOML: {error}", "correct the syntax")]
-            ) from error
+            raise ConfigError([Problem(str(file), *explain(text, error))]) from error
         layers.add(file, text, document)
+    layers.leave_out_leftovers()
     return layers
+
+
+def ignored_rows(path: Path) -> list[str]:
+    """Warnings of rows that are ignored in what is read of this configuration file. Raises
+    `ConfigError`."""
+    return read_layers(path).ignored
 
 
 def _rows(value: object) -> bool:

@@ -16,6 +16,7 @@ from appliance.config.checks import check
 from appliance.config.groups import plan_instances
 from appliance.config.layers import read_layers
 from appliance.config.problems import ProblemReport
+from appliance.config.remedies import shown, unit_forgotten, wrong_and_remedy
 from appliance.config.schema import (
     Adapter,
     Config,
@@ -25,12 +26,11 @@ from appliance.config.schema import (
     Scalar,
     SchemaField,
     Section,
-    choices,
     fields,
     plain_type,
 )
 from appliance.config.toml_lines import KeyPath, dotted
-from appliance.errors import ConfigError, alternatives, nearest
+from appliance.errors import ConfigError, nearest
 from appliance.platform.admin_socket import AUTO
 from appliance.platform.gpus import Gpu, GpusUnknown, list_gpus
 from appliance.units import human, toml
@@ -79,7 +79,8 @@ def _read_document(document: dict[str, Any], report: ProblemReport) -> Config | 
 def _read_section(kind: type[S], table: object, at: KeyPath, report: ProblemReport) -> S | None:
     """The section, or None when it has problems; all of them are reported."""
     if not isinstance(table, dict):
-        report.add(at, f"expected a table, got {_shown(table)}", f"write [{dotted(at)}]")
+        header = dotted([part for part in at if isinstance(part, str)])
+        report.add(at, f"expected a table, got {shown(table)}", f"write [{header}]")
         return None
     before = len(report.problems)
     known = fields(kind)
@@ -116,14 +117,13 @@ def _read_value(kind: Any, value: object, at: KeyPath, report: ProblemReport) ->
     if isinstance(plain, type) and issubclass(plain, Section):
         return _read_section(plain, value, at, report)
     try:
-        return msgspec.convert(value, kind, dec_hook=_read_unit)
+        read = msgspec.convert(value, kind, dec_hook=_read_unit)
     except msgspec.ValidationError as error:
-        reason = str(error)
-        remedy = f"got {_shown(value)}"
-        if words := choices(kind):
-            reason, remedy = f"{_shown(value)} is not a choice", f"use {alternatives(words)}"
-        report.add(at, reason[:1].lower() + reason[1:], remedy)
+        report.add(at, *wrong_and_remedy(kind, value, str(error)))
         return None
+    if problem := unit_forgotten(value, read):
+        report.add(at, *problem)
+    return read
 
 
 def _read_unit(kind: type, value: object) -> object:
@@ -138,44 +138,49 @@ def _remedy_for_missing(kind: type[Section], field: SchemaField) -> str:
     return f"add {field.key} = {toml(field.sample)}"
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _with_enabled_models(config: Config, report: ProblemReport) -> Config:
     rows = [index for index, model in enumerate(config.models) if model.enabled]
     if not rows:
-        report.add(("model",), "no model is enabled", "leave one")
+        report.add(("model",), "no model is enabled", "take enabled = false from one")
     report.rows = rows
     return msgspec.structs.replace(config, models=tuple(config.models[row] for row in rows))
+
+
+def absolute_path(base: Path, path: str) -> str:
+    """A path of a file in the folder `base`; `~` is the home of the user that reads it."""
+    try:
+        return str(base / Path(path).expanduser())
+    except RuntimeError:  # of a user that there is not: reported as missing
+        return str(base / path)
 
 
 def _with_absolute_paths(config: Config, base: Path) -> Config:
     replace = msgspec.structs.replace
     journal, devices, batches = config.journal, config.devices, config.batches
     if journal.path:
-        journal = replace(journal, path=str(base / journal.path))
+        journal = replace(journal, path=absolute_path(base, journal.path))
     if devices.images:
-        devices = replace(devices, images=str(base / devices.images))
+        devices = replace(devices, images=absolute_path(base, devices.images))
     if spill := devices.kv_spill.directory:
-        kv_spill = replace(devices.kv_spill, directory=str(base / spill))
+        kv_spill = replace(devices.kv_spill, directory=absolute_path(base, spill))
         devices = replace(devices, kv_spill=kv_spill)
     if devices.ceilings and devices.ceilings != AUTO:
-        devices = replace(devices, ceilings=str(base / devices.ceilings))
+        devices = replace(devices, ceilings=absolute_path(base, devices.ceilings))
     if batches.directory:
-        batches = replace(batches, directory=str(base / batches.directory))
+        batches = replace(batches, directory=absolute_path(base, batches.directory))
     folder = config.catalog.folder
     if folder == AUTO:
         given = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
         folder = str(Path(given, "models")) if given else ""
-    catalog = replace(config.catalog, folder=str(base / folder) if folder else "")
+    catalog = replace(config.catalog, folder=absolute_path(base, folder) if folder else "")
     models = tuple(
         replace(
             model,
-            path=str(base / model.path),
-            adapters=tuple(replace(one, path=str(base / one.path)) for one in model.adapters),
-            speculate=replace(model.speculate, path=str(base / head))
+            path=absolute_path(base, model.path),
+            adapters=tuple(
+                replace(one, path=absolute_path(base, one.path)) for one in model.adapters
+            ),
+            speculate=replace(model.speculate, path=absolute_path(base, head))
             if (head := model.speculate.path)
             else model.speculate,
         )
@@ -184,7 +189,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     named = {name: getattr(config.api, name) for name in ("keys", "tls_certificate", "tls_key")}
     if config.api.admin_socket != AUTO:
         named["admin_socket"] = config.api.admin_socket
-    absolute = {name: str(base / path) for name, path in named.items() if path}
+    absolute = {name: absolute_path(base, path) for name, path in named.items() if path}
     api = replace(config.api, **absolute)
     return replace(
         config,

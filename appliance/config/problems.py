@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from appliance.config.layers import Layers
 from appliance.config.toml_lines import KeyPath, dotted
 from appliance.errors import Problem
@@ -18,10 +20,21 @@ class ProblemReport:
 
     def at(self, key: KeyPath, wrong: str, remedy: str) -> Problem:
         """The problem with a key, where the file has it."""
-        if self.rows is not None and key[0] == "model" and len(key) > 1:
-            key = ("model", self.rows[int(key[1])], *key[2:])
+        key = self._in_files(key)
         path, line = self.layers.place(key)
         return Problem(str(path), line, dotted(key) or "(file)", wrong, remedy)
+
+    def written(self, key: KeyPath) -> Any:
+        """What the files say for a key that they have."""
+        value: Any = self.layers.document
+        for part in self._in_files(key):
+            value = value[part]
+        return value
+
+    def _in_files(self, key: KeyPath) -> KeyPath:
+        if self.rows is not None and key[0] == "model" and len(key) > 1:
+            return ("model", self.rows[int(key[1])], *key[2:])
+        return key
 
     def add(self, key: KeyPath, wrong: str, remedy: str) -> None:
         """What is wrong with a key of `Config`, and what to do about it."""

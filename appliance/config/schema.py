@@ -200,7 +200,6 @@ class Api(Section, kw_only=True):
         Seconds,
         Meta(
             description="How long requests that run may go on after the signal to stop (SIGTERM).",
-            examples=[Seconds(30)],
         ),
     ] = msgspec.field(default=Seconds(5), name="drain")
 
@@ -272,7 +271,6 @@ class Devices(Section, kw_only=True):
             ge=1,
             description="Worker processes; each serves every model. On GPUs: one for each. With "
             "groups, these say how many.",
-            examples=[2],
         ),
     ] = 1
     tensor_parallel: Annotated[

@@ -131,9 +131,9 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
     devices, slab = config.devices, config.devices.slab_bytes
     if any(problem.key.startswith("devices.") for problem in report.problems):
         return  # sizes mean nothing yet
-    pinned = 0
+    pinned, sized = 0, []
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
-        if entry is None:
+        if entry is None or model.max_context > entry.max_positions:  # a problem of its own
             continue
         own = devices_of(model, devices)
         ranks, need = own.tensor_parallel, least(entry, model.max_context, own)
@@ -151,8 +151,9 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
                 f"set devices.memory to {_enough(entry, model.max_context, own)} or more, a "
                 f"smaller devices.slab{shorter}",
             )
+        sized.append(entry)
         pinned += need.weights * ranks if model.pin else 0
-    longest = kv_floor_slabs(config, [entry for entry in entries if entry is not None])
+    longest = kv_floor_slabs(config, sized)
     needed = (pinned + longest) * slab
     if needed > devices.host_cache_bytes:
         held = f"the weights of pinned models ({human(pinned * slab)}) and " if pinned else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -24,6 +25,8 @@ class LineMap:
 
     def __init__(self, text: str) -> None:
         self._lines: dict[KeyPath, int] = {(): 1}
+        self.last: tuple[KeyPath, int] = ((), 0)
+        """The key or the table that was found last, and its line."""
         self._counts: dict[KeyPath, int] = {}
         table: KeyPath = ()
         closing: str | None = None
@@ -37,6 +40,10 @@ class LineMap:
                 value = line[assignment.end() :]
                 self._assign((*table, *_split(assignment[1])), value, number)
                 closing = _left_open(value)
+
+    def find(self, key: KeyPath) -> int | None:
+        """The line of this key, if it was found."""
+        return self._lines.get(key)
 
     def line(self, key: KeyPath) -> int:
         """The line of the key, or of the nearest table around it."""
@@ -59,6 +66,7 @@ class LineMap:
 
     def _found(self, path: KeyPath, number: int) -> None:
         """A key, and the tables around it that nothing mentioned before, begin here."""
+        self.last = (path, number)
         for length in range(1, len(path) + 1):
             self._lines.setdefault(path[:length], number)
 
@@ -67,9 +75,10 @@ class LineMap:
         if value.lstrip().startswith("{"):
             for inner in _INLINE_KEY.finditer(_without_strings(value)):
                 self._found((*path, *_split(inner[1])), number)
+            self.last = (path, number)
 
 
-def dotted(key: KeyPath) -> str:
+def dotted(key: Sequence[str | int]) -> str:
     """A path as people write it: ``model[0].slo.ttft``."""
     text = ""
     for part in key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -16,6 +17,7 @@ import uvicorn
 from appliance.errors import ApplianceError
 from appliance.gateway.acceptor import Acceptor, FrontEnds, listen_at
 from appliance.http.connections import Connection
+from appliance.http.lifespan import Lifespan
 from appliance.platform.systemd import Notifier
 
 STATUS_SECONDS = 5.0
@@ -85,18 +87,17 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. Raises `ApplianceError` where that cannot be."""
-        await super().startup([])
+        """Listen. Raises `ApplianceError` where that cannot be, and what the application raises."""
         config = self.config
+        if config.lifespan == "on":
+            self.lifespan = Lifespan(config.loaded_app)
+        await super().startup([])
         if sockets is None:
             try:
                 sockets = self._bound = listen_at(config.host, config.port, config.backlog)
             except OSError as error:
                 await self.lifespan.shutdown()
-                reason = error.strerror or str(error)
-                raise ApplianceError(
-                    f"api.bind: {config.host}, port {config.port}: {reason}"
-                ) from error
+                raise ApplianceError(_not_bound(config.host, config.port, error)) from error
         kind = config.http_protocol_class
         assert issubclass(kind, Connection)
         self.acceptor = Acceptor(self._make, kind, self._front_ends, config.ssl, config.root_path)
@@ -127,6 +128,18 @@ class Server(uvicorn.Server):
                     await asyncio.sleep(0.02)
         self.acceptor.end()
         await super().shutdown([*(sockets or []), *self._bound])
+        with contextlib.suppress(TimeoutError):  # which uvicorn leaves out when it ends at once
+            await asyncio.wait_for(self.lifespan.shutdown(), GRACE_SECONDS)
+
+
+def _not_bound(host: str, port: int, error: OSError) -> str:
+    """Why the address cannot be listened on, and what to do."""
+    wrong = f"api.bind: {host}, port {port}: {error.strerror or error}"
+    if error.errno == errno.EADDRINUSE:
+        return f"{wrong}; end the program that listens there, or set another port"
+    if error.errno == errno.EACCES:
+        return f"{wrong}; set a port of 1024 or more"
+    return f"{wrong}; set an address of this machine"
 
 
 class Lifetime:

@@ -34,8 +34,8 @@ from appliance.config.diff import (
     joining_models,
 )
 from appliance.config.groups import differing_ranks, instances_of
-from appliance.config.layers import read_layers
-from appliance.config.loader import load_config
+from appliance.config.layers import ignored_rows, read_layers
+from appliance.config.loader import absolute_path, load_config
 from appliance.config.schema import Adapter, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import dotted
@@ -125,6 +125,8 @@ class LiveConfig:
             self._join(found, served, kv_floor)
             self._leave(found)
             left = self._changes(found, pair)
+        for warning in await asyncio.to_thread(ignored_rows, self._path):
+            log.warning("%s", warning)
         applied = tuple(change for change in wanted if change not in left)
         log.info(
             "configuration reloaded: %d changes applied, %d wait for a restart",
@@ -153,9 +155,9 @@ class LiveConfig:
             name = str(keys["name"])
             if any(model.name == name for model in self._running.models):
                 raise ModelExists(name)
-            self._check_stays(name, self._path.parent / str(keys["path"]))
+            self._check_stays(name, Path(absolute_path(self._path.parent, str(keys["path"]))))
             for further in (*_adapter_paths(keys), *_head_paths(keys)):
-                self._check_stays(name, self._path.parent / further)
+                self._check_stays(name, Path(absolute_path(self._path.parent, further)))
             edit = self._admin.edit()
             edit.drop(name)
             row = await asyncio.to_thread(self._whole_row, keys)
@@ -183,7 +185,7 @@ class LiveConfig:
             known = {one.name: one for one in row.adapters}
             if name in known and not replace:
                 raise ModelExists(full)
-            added = Adapter(name=name, path=str(self._path.parent / path))
+            added = Adapter(name=name, path=absolute_path(self._path.parent, path))
             self._check_stays(full, Path(added.path))
             edit, found = await self._with_adapters(model, {**known, name: added}.values())
             save = partial(self._write, edit)
@@ -349,7 +351,7 @@ class LiveConfig:
     def _whole_row(self, keys: Mapping[str, object]) -> dict[str, Any]:
         """A new model's keys, with a context if none is given and the checkpoint tells one."""
         row = dict(keys)
-        row["path"] = str(self._path.parent / str(row["path"]))
+        row["path"] = absolute_path(self._path.parent, str(row["path"]))
         if "max_context" not in row:
             with contextlib.suppress(CheckpointError, OSError):  # reported with its path
                 entry = read_checkpoint(str(row["name"]), Path(str(row["path"])))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from appliance.memory import mapping
-from appliance.platform import numa
+from appliance.platform import machine_memory, numa
 
 LOCK_BYTES: Final = 64 << 20
 """What `HostTier.lock` fills at one go: the grain of its progress, and what `close` waits for."""
@@ -93,7 +93,8 @@ class HostTier:
 
         Takes seconds per GiB, so it is for a thread of its own, once; uses of the tier
         meanwhile are not disturbed. `progress` hears after every piece how many bytes are there.
-        Being refused is no error: `unlocked_because` says why and what to do.
+        It stops where the machine has no memory left. Being refused is no error:
+        `unlocked_because` says why and what to do.
         """
         try:
             for start in range(0, self.nbytes, LOCK_BYTES):
@@ -101,6 +102,9 @@ class HostTier:
                 with self._filling:
                     if self.fd < 0:
                         self.unlocked_because = "it was closed meanwhile"
+                        return False
+                    if left := self._left_out(size):
+                        self.unlocked_because = left
                         return False
                     self._fill(self._address + start, size)
                 if progress is not None:
@@ -121,6 +125,16 @@ class HostTier:
                 os.close(self.fd)
                 self.fd = -1
                 self.locked = False
+
+    def _left_out(self, size: int) -> str:
+        """Why so many bytes more cannot be brought in; "" if they can."""
+        try:
+            machine_memory.refuse_more(size)
+        except OSError as error:
+            return (
+                f"{error.strerror}; end what else uses memory, or make devices.host_cache smaller"
+            )
+        return ""
 
     def _fill(self, address: int, nbytes: int) -> None:
         mapping.make_huge(address, nbytes // mapping.HUGE_BYTES * mapping.HUGE_BYTES)

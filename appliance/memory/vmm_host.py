@@ -8,6 +8,7 @@ import os
 
 from appliance.memory import mapping
 from appliance.memory.streams import HostStream, Stream
+from appliance.platform import machine_memory
 
 
 class HostVmm:
@@ -20,7 +21,8 @@ class HostVmm:
     """
 
     def __init__(self, slabs: int, slab_bytes: int) -> None:
-        """Raises `ValueError` for sizes that cannot be mapped, `OSError` if the system refuses.
+        """Raises `ValueError` for sizes that cannot be mapped, `OSError` if the system refuses, or
+        has less memory available.
 
         Its streams may run on the CPUs that the calling thread may use now, whatever compute is
         bound to later.
@@ -33,6 +35,7 @@ class HostVmm:
             )
         self.slabs = slabs
         self.slab_bytes = slab_bytes
+        machine_memory.refuse_more(slabs * slab_bytes)
         self._cpus = frozenset(os.sched_getaffinity(0))
         self._alignment = mmap.PAGESIZE if slab_bytes % mapping.HUGE_BYTES else mapping.HUGE_BYTES
         self.fd = os.memfd_create("appliance-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

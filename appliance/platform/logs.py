@@ -68,11 +68,12 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """A record as a line: level, logger, message, and its fields as ``name=value``."""
+    """A record as a line: local time, level, logger, message, and its fields as ``name=value``."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_plain(value)}" for name, value in fields_of(record).items())
-        line = f"{record.levelname} {record.name}: {record.getMessage()}{fields}"
+        time_ = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        line = f"{time_} {record.levelname} {record.name}: {record.getMessage()}{fields}"
         if record.exc_info:
             line = f"{line}\n{self.formatException(record.exc_info)}"
         return line

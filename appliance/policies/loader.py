@@ -75,8 +75,7 @@ def load_stack(
             _hand_oracle(name, made[name], lengths)
         except _UnusableParameter as error:
             where = ("parameters", name, *error.field)
-            remedy = f"correct it or remove it from [policy.{name}]"
-            problems.append(ChoiceProblem(where, str(error), remedy))
+            problems.append(ChoiceProblem(where, str(error), error.remedy))
         except _NotInstalled as error:
             problems.append(ChoiceProblem(key, str(error), nearest(name, sorted(entries))))
         except PolicyError as error:
@@ -123,11 +122,13 @@ class _NotInstalled(PolicyError):
 
 
 class _UnusableParameter(PolicyError):
-    """A policy refuses its table of parameters: `field` is the key at fault, if it is one."""
+    """A policy refuses its table of parameters: `field` is the key at fault, if it is one, and
+    `remedy` what to do."""
 
-    def __init__(self, message: str, field: tuple[str, ...]) -> None:
+    def __init__(self, message: str, field: tuple[str, ...], remedy: str) -> None:
         super().__init__(message)
         self.field = field
+        self.remedy = remedy
 
 
 def _look_again() -> None:
@@ -153,11 +154,17 @@ def _make(name: str, entries: Mapping[str, EntryPoint], parameters: Mapping[str,
     if name not in entries:
         raise _NotInstalled(f"no policy {name!r} is installed")
     kind = _load(name, entries[name])
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    unknown = next((key for key in parameters if key not in known), None)
+    if unknown is not None and kind.__struct_config__.forbid_unknown_fields:
+        wrong = f"policy {name} has no parameter {unknown}"
+        raise _UnusableParameter(wrong, (unknown,), nearest(unknown, known))
     try:
         made = msgspec.convert(parameters, kind)
     except msgspec.ValidationError as error:
         field = _FIELD.search(str(error))
-        raise _UnusableParameter(str(error), (field[1],) if field else ()) from error
+        remedy = f"correct it or remove it from [policy.{name}]"
+        raise _UnusableParameter(str(error), (field[1],) if field else (), remedy) from error
     except Exception as error:
         raise PolicyError(f"policy {name} cannot be made: {error!r}") from error
     GuardedPolicy(name, made)  # its hooks exist

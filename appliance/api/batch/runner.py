@@ -176,7 +176,10 @@ class BatchRunner:
         except OSError as error:
             os.close(lock)
             folder = self.settings.folder
-            raise ApplianceError(f"{folder}: another daemon has its batches there") from error
+            raise ApplianceError(
+                f"batches.directory: another daemon has its batches in {folder}; end it, or set "
+                "another folder"
+            ) from error
         try:
             self._store.open()
             take_in(self._store, self.settings.folder / "files", self._logs)

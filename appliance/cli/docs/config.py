@@ -43,7 +43,8 @@ def generate_docs() -> str:
         "Sizes are written `192MiB`, `4GiB` or as bytes; durations `100ms`, `10s`, `2m`.",
         "Unknown keys, wrong types and impossible sizes are refused when the appliance starts;",
         "`appliance config check FILE` finds them before.",
-        "Commands that read one (`serve`, `doctor`, `key`) take `--config`; without it they read",
+        "`serve`, `doctor` and `config check` take `FILE` or `--config FILE`, `key` takes",
+        "`--config FILE`; without one they read",
         "what `$APPLIANCE_CONFIG` names, else `etc/appliance.toml` below the working directory,",
         "else `/etc/appliance/appliance.toml`.",
     ]

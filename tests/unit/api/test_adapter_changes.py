@@ -13,8 +13,8 @@ from litestar import Litestar
 
 from appliance.api.app import create_app
 from appliance.checkpoints.adapters import ADAPTER_WEIGHTS, AdapterPlace, adapter_version
-from appliance.config.admin_file import ADMIN_FILE, AdminFile
-from appliance.config.layers import directory
+from appliance.config.admin_file import AdminFile
+from appliance.config.layers import ADMIN_FILE, directory
 from appliance.config.loader import load_config
 from appliance.daemon.adapters import changes
 from appliance.daemon.reload import LiveConfig

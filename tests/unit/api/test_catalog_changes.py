@@ -24,8 +24,7 @@ from appliance.api.app import create_app
 from appliance.checkpoints import delete
 from appliance.checkpoints.pull import pull
 from appliance.cli.main import cli
-from appliance.config.admin_file import ADMIN_FILE
-from appliance.config.layers import directory
+from appliance.config.layers import ADMIN_FILE, directory
 from appliance.config.loader import load_config
 from appliance.config.schema import Adapter, Model, fields
 from appliance.daemon.reload import LiveConfig
@@ -572,6 +571,22 @@ async def test_pull_and_rm_on_the_command_line(call: Call, path: Path, box: Box)
     assert (missing.exit_code, missing.stderr) == (1, "error: model 'new' does not exist\n")
     assert source.is_dir()
     assert served_names(path) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("at_work")
+async def test_without_a_terminal_files_go_only_if_that_was_said(call: Call, path: Path) -> None:
+    """A script that forgets `--yes` loses nothing; it is told where the files are."""
+    source = path.parent / "new"
+    await call("pull", str(source), "--max-context", "128", "--dtype", "float32")
+    files = path.parent / "models" / "new"
+
+    gone = await call("rm", "new")
+
+    assert gone.stdout == (
+        f"new is gone; its files stay in {files} (without a terminal, files are deleted only with "
+        "--yes)\n"
+    )
+    assert files.is_dir()
 
 
 async def _until(done: Callable[[], bool]) -> None:

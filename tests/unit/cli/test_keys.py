@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,25 @@ def test_the_configuration_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{")
     broken = call("list", "--file", tmp_path / "mine.json")
     assert (broken.exit_code, "no file of keys" in broken.stderr) == (1, True)
+
+
+def test_a_model_that_there_is_not(tmp_path: Path, fake_checkpoint: Callable[..., Path]) -> None:
+    """A key for it would be of no use: the name is refused, with the nearest that there is. With
+    --file nothing says which models there are."""
+    fake_checkpoint()
+    config = tmp_path / "appliance.toml"
+    config.write_text(
+        '[api]\nkeys = "keys.json"\n[devices]\nmemory = "8MiB"\n'
+        '[[model]]\nname = "tiny"\npath = "tiny"\nmax_context = 64\n'
+        '[[model.adapter]]\nname = "legal"\npath = "legal"\n',
+        encoding="utf-8",
+    )
+    wrong = call("create", "a", "--config", config, "--model", "tiny", "--model", "tiney")
+    right = call("create", "a", "--config", config, "--model", "tiny", "--model", "tiny:legal")
+    unknown = call("create", "b", "--file", tmp_path / "keys.json", "--model", "other")
+
+    assert wrong.exit_code == 2
+    assert "there is no model 'tiney'; did you mean tiny?" in wrong.stderr
+    assert (right.exit_code, unknown.exit_code) == (0, 0), right.stderr
+    names = [(key.name, key.models) for key in KeyFile(tmp_path / "keys.json").read()]
+    assert names == [("a", ("tiny", "tiny:legal")), ("b", ("other",))]

@@ -65,3 +65,22 @@ def test_the_help_says_where() -> None:
     said = " ".join(CliRunner().invoke(cli, ["serve", "--help"]).output.split())
 
     assert "$APPLIANCE_CONFIG, else etc/appliance.toml, else /etc/appliance/appliance.toml" in said
+
+
+@pytest.mark.parametrize("command", [["serve"], ["doctor"], ["config", "check"]])
+def test_the_file_may_be_given_either_way(
+    places: tuple[Path, Path], command: list[str], tmp_path: Path
+) -> None:
+    """As an argument or an option, or not at all; not as both."""
+    file = tmp_path / "mine.toml"
+    file.write_text("[devices]\n", encoding="utf-8")
+    found = [
+        CliRunner().invoke(cli, [*command, *given])
+        for given in ([str(file)], ["--config", str(file)])
+    ]
+    both = CliRunner().invoke(cli, [*command, str(file), "--config", str(file)])
+    none = CliRunner().invoke(cli, command)
+
+    assert all("mine.toml:1: devices.memory: is missing" in one.output for one in found)
+    assert (both.exit_code, "not both" in both.stderr) == (2, True)
+    assert "etc/appliance.toml" in none.output

@@ -103,7 +103,7 @@ async def test_a_choice_is_put(client: httpx.AsyncClient) -> None:
             {"use": ["serverlessllm"], "parameters": {"serverlessllm": {"max_grop": 1}}},
             422,
             "parameters.serverlessllm.max_grop",
-            "unknown field",
+            "mean max_group?",
         ),
         ({"use": "serverlessllm"}, 400, "use", "Expected `array`"),
         ({}, 400, "use", "required"),

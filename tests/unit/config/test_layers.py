@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from appliance.config.layers import directory
+from appliance.cli.main import cli
+from appliance.config.layers import ADMIN_FILE, directory, ignored_rows
 from appliance.config.loader import load_config
 from appliance.errors import ConfigError, Problem
 from appliance.units import Seconds
@@ -134,3 +136,60 @@ def test_there_need_be_no_directory(path: Path) -> None:
     directory(path).rmdir()
 
     assert load_config(path).api.max_queue == 7
+
+
+ANOTHER = '\n[[model]]\nname = "{name}"\npath = "{path}"\nmax_context = 512\n'
+
+
+def test_leftovers_of_operators_are_ignored(path: Path) -> None:
+    """`appliance rm` and `appliance limit` wrote rows for models whose tables are gone: a warning
+    with the place of each, in `config check` too. What they say of other models holds."""
+    admin = '[[model]]\nname = "gone"\nenabled = false\n[[model]]\nname = "tiny"\nmax_queue = 3\n'
+    drop(path, ADMIN_FILE, admin + '[[model]]\nname = "left"\nmax_queue = 2\n')
+
+    (model,) = load_config(path).models
+    checked = CliRunner().invoke(cli, ["config", "check", str(path)])
+
+    file = directory(path) / ADMIN_FILE
+    expected = [
+        f"{file}:{line}: model {name}: ignored, as no file has this model any more; delete the "
+        "table here, or put the model's own back"
+        for line, name in ((1, "gone"), (7, "left"))
+    ]
+    assert (model.name, model.max_queue) == ("tiny", 3)
+    assert ignored_rows(path) == expected
+    assert checked.exit_code == 0
+    assert [line for line in checked.stderr.splitlines() if "ignored" in line] == [
+        f"warning: {warning}" for warning in expected
+    ]
+
+
+def test_places_are_right_behind_leftovers(path: Path) -> None:
+    """Problems of models that come after a row that is ignored name their own lines; and a table
+    in a later drop-in makes a row one that changes a model."""
+    rows = '[[model]]\nname = "gone"\nenabled = false\n[[model]]\nname = "later"\nmax_queue = 4\n'
+    drop(path, ADMIN_FILE, rows)
+    drop(path, "60-more.toml", ANOTHER.format(name="later", path="tiny"))
+    drop(path, "70-more.toml", ANOTHER.format(name="wrong", path="nowhere"))
+
+    (problem,) = problems(path)
+    assert (problem.file, problem.line) == (str(directory(path) / "70-more.toml"), 4)
+    assert problem.key == "model[2].path"
+
+    drop(path, "70-more.toml", ANOTHER.format(name="wrong", path="tiny"))
+    assert [(model.name, model.max_queue) for model in load_config(path).models] == [
+        ("tiny", 1024), ("later", 4), ("wrong", 1024),
+    ]  # fmt: skip
+
+
+def test_leftovers_only(path: Path) -> None:
+    """Without a model there is nothing to serve, and a row that a person wrote is no leftover."""
+    path.write_text(GOOD[: GOOD.index("[[model]]")], encoding="utf-8")
+    drop(path, ADMIN_FILE, '[[model]]\nname = "gone"\nenabled = false\n')
+    assert [problem.wrong for problem in problems(path)] == ["expected at least one table"]
+
+    drop(path, ADMIN_FILE, ANOTHER.format(name="tiny", path="tiny"))
+    drop(path, "20-mine.toml", '[[model]]\nname = "tiney"\nmax_queue = 3\n')
+    assert {problem.key for problem in problems(path)} == {
+        "model[0].path", "model[0].max_context",
+    }  # fmt: skip

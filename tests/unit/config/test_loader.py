@@ -13,7 +13,7 @@ from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.cli.docs import config as configdoc
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
-from appliance.config.schema import BatchSlo, Config, PolicyTable, SloTable, fields
+from appliance.config.schema import BatchSlo, Config, PolicyTable, SloTable, fields, schema
 from appliance.config.sizing import uncached
 from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
@@ -107,6 +107,16 @@ def test_a_gap_is_not_below_the_time_between_tokens(
     assert problem.remedy.startswith(f"use {words.split()[6]}s or more, a shorter tbt, or")
 
 
+def test_a_home_is_where_its_user_is(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` in a path is the home of the user that reads the configuration."""
+    monkeypatch.setenv("HOME", str(models))
+    home = GOOD.replace('path = "tiny"', 'path = "~/tiny"')
+    config = load_config(write(models, home + '[journal]\npath = "~/run.journal"\n'))
+
+    assert config.models[0].path == str(models / "tiny")
+    assert config.journal.path == str(models / "run.journal")
+
+
 def test_policy_parameters_reach_the_policy(models: Path) -> None:
     """A table below [policy] is kept as it is, and checked by the policy itself."""
     config = load_config(write(models, GOOD + "[policy.aegaeon]\nmax_group = 4\n"))
@@ -116,7 +126,8 @@ def test_policy_parameters_reach_the_policy(models: Path) -> None:
     problem = only_problem(models, GOOD + "[policy.aegaeon]\nmax_group = 4\nmax_grop = 4\n")
 
     assert (problem.line, problem.key) == (13, "policy.aegaeon.max_grop")
-    assert "max_grop" in problem.wrong
+    assert problem.wrong == "policy aegaeon has no parameter max_grop"
+    assert problem.remedy == "did you mean max_group?"
 
 
 def test_decisions_are_given_to_policies(models: Path) -> None:
@@ -144,7 +155,7 @@ def test_decisions_are_given_to_policies(models: Path) -> None:
             "no policy 'serverlesllm'",
             "did you mean serverlessllm?",
         ),
-        ("round = 1", 2, "policy.round", "expected `str`", "got 1"),
+        ("round = 1", 2, "policy.round", "expected `str`", 'write "1"'),
         ('use = ["lifo"]', 2, "policy.use", "no policy 'lifo'", "use aegaeon"),
         (
             'use = ["serverlessllm", "serverlessllm"]',
@@ -182,7 +193,7 @@ def test_each_problem_with_policies_is_named(
         (("slab =", "slap ="), 3, "devices.slap", "unknown key", "did you mean slab?"),
         (("dtype =", "zzz ="), 10, "model[0].zzz", "unknown key", "use name, path, max_context"),
         (("[devices]", "[device]\n[devices]"), 1, "device", "unknown key", "mean devices?"),
-        (('"8MiB"', "true"), 2, "devices.memory", "expected a size", "got True"),
+        (('"8MiB"', "true"), 2, "devices.memory", "expected a size", "got true"),
         (('"8MiB"', '"8 monkeys"'), 2, "devices.memory", "expected a size", "got '8 monkeys'"),
         (('"8MiB"', '"90%"'), 2, "devices.memory", "a share is of a GPU's memory", "give a size"),
         (('"8MiB"', '"101%"'), 2, "devices.memory", "at most 100%", "got '101%'"),
@@ -195,12 +206,12 @@ def test_each_problem_with_policies_is_named(
         (('"64KiB"', '"64KiB"\ninstances = 0'), 4, "devices.instances", ">= 1", "got 0"),
         (('"64KiB"', '"64KiB"\nkind = "gpu"'), 4, "devices.kind", "not a choice", "cuda or cpu"),
         (("[devices]", "[api]\nprocesses = 0\n[devices]"), 2, "api.processes", ">= 1", "got 0"),
-        (("[devices]", '[api]\nprocesses = "x"\n[devices]'), 2, "api.processes", "", "got 'x'"),
+        (("[devices]", '[api]\nprocesses = "x"\n[devices]'), 2, "api.processes", "no", "auto"),
         (("[devices]", '[api]\nroot_path = "llm/"\n[devices]'), 2, "api.root_path", "", "'llm/'"),
         (("[devices]", '[api]\nroot_path = "/v1"\n[devices]'), 2, "api.root_path", "/v1", "/llm"),
         (('"float32"', '"float32"\nmax_logprobs = -1'), 11, "model[0].max_logprobs", ">= 0", "-1"),
         (('"float32"', '"float32"\nmax_logprobs = 300000'), 11, "model[0].max_logprobs", "<=", "3"),
-        (("1024", '"1k"'), 9, "model[0].max_context", "expected `int`", "got '1k'"),
+        (("1024", '"1k"'), 9, "model[0].max_context", "expected `int`", "write 1024"),
         (("1024", "4096"), 9, "model[0].max_context", "more than the model's 2048", "2048 or less"),
         (('"float32"', '"int4"'), 10, "model[0].dtype", "'int4' is not a choice", "use auto"),
         (('"tiny"', '"a b"'), 7, "model[0].name", "match", "got 'a b'"),
@@ -408,6 +419,18 @@ def test_keys_that_others_can_read_are_warned_of(models: Path) -> None:
     assert "`chmod 600`" in warning
     file.chmod(0o600)
     assert warnings(config) == []
+
+
+def test_the_sample_says_the_defaults() -> None:
+    """But for what has none, and what a file has to name: the daemon does the same without it."""
+    different = {
+        f"{header} {key}"
+        for header, (_, keys) in schema().items()
+        for key, field in keys.items()
+        if not field.required and field.sample != field.default
+    }
+
+    assert different == set()
 
 
 def test_sample_is_generated_and_valid() -> None:

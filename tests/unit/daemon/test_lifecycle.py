@@ -14,8 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from litestar import Litestar
 
 from appliance.daemon.lifecycle import Lifetime, Server
+from appliance.errors import ApplianceError
 from appliance.http.connections import Connection
 from appliance.platform.systemd import Notifier
 from tests.patience import PATIENCE_SECONDS
@@ -268,3 +270,87 @@ async def test_the_status_says_whether_it_failed(tmp_path: Path, failed: bool) -
             house.lifetime.end()
 
         assert await life == (1 if failed else 0)
+
+
+# --- what cannot begin, and what ends at once -----------------------------------------------------
+
+
+class Beside:
+    """Something that lives as long as the application, such as batches."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.life: list[str] = []
+        self._refusal = refusal
+
+    @asynccontextmanager
+    async def running(self, app: Litestar) -> AsyncIterator[None]:
+        if self._refusal is not None:
+            raise self._refusal
+        self.life.append("started")
+        yield
+        self.life.append("ended")
+
+
+def lifetime(beside: Beside, port: int = 0) -> tuple[Lifetime, DaemonDouble]:
+    """That of a daemon with an application."""
+    daemon = DaemonDouble()
+    config = uvicorn.Config(
+        Litestar(lifespan=[beside.running], logging_config=None),
+        http=Connection,
+        host="127.0.0.1",
+        port=port,
+        log_config=None,
+        lifespan="on",
+        timeout_graceful_shutdown=1,
+    )
+    return Lifetime(daemon, Server(config), Notifier(), drain_seconds=30), daemon
+
+
+async def test_what_the_application_refuses_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    """By itself, with nothing in the log; the daemon has ended."""
+    refusal = ApplianceError("batches.directory: another daemon has its batches in batches")
+    begun, daemon = lifetime(Beside(refusal))
+    with pytest.raises(ApplianceError) as raised:
+        await begun.run()
+
+    assert raised.value is refusal
+    assert daemon.life == ["start", "stop"]
+    assert caplog.records == []
+
+
+async def test_a_port_in_use(caplog: pytest.LogCaptureFixture) -> None:
+    """One line: the key, the address, why and what to do. What began beside it has ended."""
+    beside = Beside()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        begun, daemon = lifetime(beside, port)
+        with pytest.raises(ApplianceError) as raised:
+            await begun.run()
+
+    assert str(raised.value) == (
+        f"api.bind: 127.0.0.1, port {port}: Address already in use; end the program that listens "
+        "there, or set another port"
+    )
+    assert (daemon.life, beside.life) == (["start", "stop"], ["started", "ended"])
+    assert caplog.records == []
+
+
+async def test_a_second_signal_ends_what_is_beside_in_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What has files open closes them, and nothing is logged but the one line."""
+    beside = Beside()
+    begun, daemon = lifetime(beside)
+    life = asyncio.create_task(begun.run())
+    while beside.life != ["started"]:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+    while "drain 30" not in daemon.life:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+    assert await life == 0
+    assert beside.life == ["started", "ended"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "ending at once, as a second signal came"
+    ]

@@ -13,12 +13,13 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
-from appliance.config.admin_file import ADMIN_FILE
 from appliance.config.checked_text import read_text, without_checksum
-from appliance.config.layers import directory
+from appliance.config.layers import ADMIN_FILE, directory
 from appliance.config.loader import load_config
 from appliance.daemon.reload import LiveConfig
 from appliance.errors import PolicyChoiceError
+from appliance.platform import machine_memory
+from appliance.platform.machine_memory import MachineMemory
 from appliance.service.policy_report import PolicyChoice
 from tests.unit.doubles.daemon import Box, setup_of, small
 from tests.unit.doubles.serving import Call, commanded, unserved
@@ -378,6 +379,31 @@ async def test_a_file_that_cannot_be_used_is_not_applied(
     assert (found["ok"], found["changes"]) == (False, [])
     assert [(row["line"], row["key"]) for row in found["problems"]] == [(3, "api.bnd")]
     assert (await client.get("/api/config")).json()["config"]["api"]["max_queue"] == 100
+
+
+async def test_a_machine_that_is_too_small_is_a_problem_of_the_file(
+    client: httpx.AsyncClient, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reload says what a start would say."""
+    monkeypatch.setattr(machine_memory, "read_memory", lambda: MachineMemory(8 << 20, 1 << 20))
+
+    answer = await client.post("/api/config/reload")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "config")
+    assert "are more than the 8MiB of memory of this machine" in answer.json()["error"]["message"]
+
+
+async def test_leftovers_of_a_model_are_told_of(
+    client: httpx.AsyncClient, path: Path, admin_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row of a model that no file has any more is ignored by a reload, which logs it."""
+    admin_file.parent.mkdir()
+    write(admin_file, '[[model]]\nname = "gone"\nenabled = false\n')
+
+    answer = await client.post("/api/config/reload")
+
+    assert answer.json() == {"applied": [], "restart": []}
+    assert f"{admin_file}:1: model gone: ignored" in caplog.text
 
 
 async def test_policies_that_fail_to_load_keep_everything_as_it_was(

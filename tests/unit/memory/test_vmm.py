@@ -13,6 +13,8 @@ import pytest
 from appliance.memory import host_tier, mapping
 from appliance.memory.host_tier import HostTier
 from appliance.memory.vmm_host import HostVmm
+from appliance.platform import machine_memory
+from appliance.platform.machine_memory import MachineMemory
 from tests.patience import PATIENCE_SECONDS
 
 PAGE = mmap.PAGESIZE
@@ -216,6 +218,26 @@ def test_host_tier_is_filled_and_locked_in_pieces(monkeypatch: pytest.MonkeyPatc
     tier.close()
     assert tier.lock() is False
     assert tier.unlocked_because == "it was closed meanwhile"
+
+
+def test_no_more_is_brought_in_than_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would end a process instead. A pool is refused whole; a host tier keeps what came
+    in before, and goes on without page locks."""
+    left = iter([3 * PAGE, 3 * PAGE, 2 * PAGE, PAGE])
+    monkeypatch.setattr(machine_memory, "read_memory", lambda: MachineMemory(9 * PAGE, next(left)))
+    monkeypatch.setattr(host_tier, "LOCK_BYTES", 2 * PAGE)
+    with pytest.raises(OSError, match="16KiB of memory are needed, and 12KiB are available"):
+        HostVmm(4, PAGE)
+    tier = HostTier.create(6 * PAGE)
+    tier.view(0, 6 * PAGE)
+
+    assert tier.lock() is False
+    assert os.fstat(tier.fd).st_blocks * 512 == 4 * PAGE
+    assert tier.unlocked_because == (
+        "8KiB of memory are needed, and 4KiB are available; end what else uses memory, or make "
+        "devices.host_cache smaller"
+    )
+    tier.close()
 
 
 def test_a_limit_that_forbids_locking_is_reported_with_its_remedy() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,9 @@ TIMES = RequestTimes(
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     with caplog.at_level(logging.INFO, "appliance.requests"):
         yield caplog
+
+
+MOMENT = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
 def written(program: str, **environment: str) -> str:
@@ -81,10 +85,10 @@ def test_a_pipe_gets_json() -> None:
 
 
 def test_lines_for_people() -> None:
-    """The same as a line, where it was asked for."""
+    """The same as a line with the time, where it was asked for."""
     text = written(f"from appliance.platform import logs; logs.begin('console'); {SAY}")
 
-    assert text == "WARNING a.b: it is n=2\n"
+    assert re.fullmatch(rf"{MOMENT} WARNING a.b: it is n=2\n", text)
 
 
 def test_what_is_not_urgent_is_left_out() -> None:
@@ -97,7 +101,8 @@ def test_workers_write_as_the_daemon_does() -> None:
     program = f"from appliance.platform import logs; logs.join('warning', instance=3); {SAY}"
 
     assert json.loads(written(program, APPLIANCE_LOG_FORMAT="json"))["instance"] == 3
-    assert written(program, APPLIANCE_LOG_FORMAT="console") == "WARNING a.b: it is instance=3 n=2\n"
+    line = written(program, APPLIANCE_LOG_FORMAT="console")
+    assert re.fullmatch(rf"{MOMENT} WARNING a.b: it is instance=3 n=2\n", line)
 
 
 def test_begin_tells_workers_the_form(monkeypatch: pytest.MonkeyPatch) -> None:

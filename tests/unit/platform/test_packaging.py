@@ -113,6 +113,20 @@ def test_the_service_waits_for_the_drain() -> None:
     assert Notifier.taken_from(environment).watchdog_seconds == 60
 
 
+def test_what_may_go_away_is_tried_again() -> None:
+    """Restarts after a failure come too rarely to reach the limit of starts, which is for what a
+    waiting client starts at once; a refused configuration (status 2) is not started again. Where
+    memory runs out, the kernel ends a worker of ours, and the daemon stays."""
+    start, service = unit("appliance.service")["Unit"], unit("appliance.service")["Service"]
+    often = int(start["StartLimitBurst"])
+
+    assert service["Restart"] == "on-failure"
+    assert service["RestartPreventExitStatus"] == "2"
+    assert often * float(service["RestartSec"]) > float(start["StartLimitIntervalSec"])
+    assert often < 10
+    assert (service["OOMPolicy"], service["MemoryMax"]) == ("continue", "95%")
+
+
 def test_the_socket_is_where_clients_look() -> None:
     """It listens on the default address, whether the daemon is up or not."""
     assert unit("appliance.socket")["Socket"]["ListenStream"] == str(Api().bind)

@@ -243,8 +243,8 @@ def test_a_policy_is_one_for_all_its_decisions(site: Path) -> None:
         (
             chosen("serverlessllm", parameters={"aegaeon": {"q_max": 1}}),
             "parameters.aegaeon.q_max",
-            "unknown field `q_max`",
-            "remove it from [policy.aegaeon]",
+            "policy aegaeon has no parameter q_max",
+            "use max_group, q_max_seconds, alpha_floor",
         ),
         (
             chosen("serverlessllm", parameters={"aegaeon": {"q_max_seconds": "long"}}),
