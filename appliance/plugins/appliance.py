@@ -74,6 +74,9 @@ PROMPTS_IN_GAPS = 0.7
 else they would wait for streams, which are always due soon, until they are late."""
 TIGHT_SHARE = 0.1
 """First tokens of a model are tight if a switch to it takes more than this share of their TTFT."""
+SHORT_SHARE, SHORT_SECONDS = 0.5, 1.0
+"""Short prompts with a tight TTFT come before tokens of others for this share of an instance's
+time, and for as many seconds at once: a flood of them leaves the others the rest."""
 APART_TURN_SECONDS = 0.1
 """The longest turn of a model whose instances prefill or decode: requests whose KV comes from
 elsewhere join with the next turn."""
@@ -164,6 +167,25 @@ class Expected:
         return known
 
 
+class Precedence:
+    """How long short prompts had an instance before others lately."""
+
+    def __init__(self) -> None:
+        self._used: dict[InstanceId, tuple[float, float]] = {}
+
+    def _seconds(self, now: float, instance: InstanceId) -> float:
+        at, seconds = self._used.get(instance, (now, 0.0))
+        return max(0.0, seconds - SHORT_SHARE * (now - at))
+
+    def is_left(self, now: float, instance: InstanceId) -> bool:
+        """Whether there is time left for some."""
+        return self._seconds(now, instance) < SHORT_SECONDS
+
+    def use(self, now: float, instance: InstanceId, seconds: float) -> None:
+        """Count a prompt that takes so long."""
+        self._used[instance] = now, self._seconds(now, instance) + seconds
+
+
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """What can be set. A question costs O(groups + batches) of the instances that changed since
     the last one."""
@@ -213,6 +235,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._loads: dict[InstanceId, InstanceWork] = {}
         self._chosen: InstanceId | None = None
         self._weights: dict[ModelName, int] = {}
+        self._precedence = Precedence()
         self._expected: dict[ModelName, Expected] = {}
         self._homes = Homes()
         self._parking = parking.Parking(self.park_load, self.park_seconds)
@@ -457,8 +480,13 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
         """The prompts of the model that runs next are computed before it decodes: then they decode
         with the others."""
-        joins = instance.groups[0].model == self._next(now, instance, costs).model
-        return Phase.PREFILL if joins else Phase.DECODE
+        first, work = instance.groups[0], self._next(now, instance, costs)
+        if first.model != work.model:
+            return Phase.DECODE
+        if work.short:
+            seconds = self._expect(work.model, now, costs).of_prompt(first.tokens // first.waiting)
+            self._precedence.use(now, instance.id, seconds)
+        return Phase.PREFILL
 
     @hookimpl
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
@@ -593,6 +621,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 and expected.switch_seconds > TIGHT_SHARE * group.slo.ttft_seconds
             ):
                 short[model] = short.get(model, 0.0) + prompts
+        if not self._precedence.is_left(now, view.id):
+            short.clear()
         for model, seconds in short.items():
             works[model].short = seconds <= works[model].margin_seconds
         away = {batch.model for batch in view.batches if batch.away_tokens}

@@ -469,6 +469,22 @@ def test_a_short_prompt_that_could_not_begin_cuts_no_turn() -> None:
     assert Appliance(slack_target=ALWAYS).preempt(now=NOW, instance=waits, costs=COSTS) > 0.0
 
 
+def test_a_flood_of_short_prompts_leaves_others_half_of_the_time() -> None:
+    """Twenty of 0.05 s come first at once, then one in each 0.1 s."""
+    policy, came = Appliance(), []
+    for tick in range(400):
+        now = NOW + tick * 0.025
+        view = structs.replace(
+            short_prompt(arrived=now, deadline=now + 0.9),
+            turn=None,
+            batches=(batch_view("a", deadline=NOW - 0.5),),
+        )
+        came.append(policy.phase(now=now, instance=view, costs=COSTS) is Phase.PREFILL)
+
+    assert all(came[:20])
+    assert sum(came[200:]) == pytest.approx(200 / 4, abs=1)
+
+
 def test_late_prompts_do_not_come_before_short_ones_of_their_model() -> None:
     view = instance_view(
         groups=(group_view("b", deadline=NOW - 2), group_view("b", tokens=10, deadline=NOW + 0.5)),
