@@ -264,24 +264,12 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         )
         self._weights = {model.name: model.weight_bytes for model in cluster.models}
         if self._homes.are_due(now, there):
-            self._placements = self._plan_homes(cluster, costs)
+            seekers = find_seekers(cluster.models, costs, self.home_share, self.output_tokens)
+            self._placements = self._homes.placements(cluster, seekers)
         if self.separate:
             self._lone.plan(now, cluster, costs)
         self._shedding.note_rest(cluster)
         return self._placements
-
-    def _plan_homes(self, cluster: ClusterView, costs: Costs) -> list[Placement]:
-        """O(models x instances), and for models with homes O(models x homes x instances)."""
-        homes = self._homes
-        homes.plan(
-            {view.id: view.total_bytes for view in cluster.instances if view.up},
-            find_seekers(cluster.models, costs, self.home_share, self.output_tokens),
-        )
-        rest = frozenset([model.name for model in cluster.models]).difference(homes.of)
-        return [
-            Placement(models=rest | homes.at(view.id) if homes.of else None)
-            for view in cluster.instances
-        ]
 
     @hookimpl
     def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet | None:
@@ -493,7 +481,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         """One turn, and in which order the others are likely to follow."""
         runnable = {batch.model for batch in instance.batches if batch.runnable}
         works = self._look(now, instance, costs).works
-        first = self._next(now, instance, costs)
+        first = self._next(now, instance, costs, prompts=False)
         if first.model not in runnable:
             first = min((works[model] for model in runnable), key=_deadline)
         rest = sorted((w for w in works.values() if w is not first), key=_latest)
@@ -509,8 +497,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     @hookimpl
     def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
         """A prompt of the model that runs joins at once, and a short one of another model begins at
-        once; one that was there when the turn began could not begin then. For the rest the turn is
-        cut when that has to begin."""
+        once. One that came before the turn began is taken to wait for room, and cuts nothing. For
+        the rest the turn is cut when that has to begin."""
         model = instance.turn
         if model is None or any([group.model == model for group in instance.groups]):
             return 0.0
@@ -523,8 +511,10 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             seconds = min(seconds, max(0.0, instance.turn_began + APART_TURN_SECONDS - now))
         return seconds
 
-    def _next(self, now: float, view: InstanceView, costs: Costs) -> ModelWork:
-        """A model with short prompts, if any has some. Then the urgent model with the earliest
+    def _next(
+        self, now: float, view: InstanceView, costs: Costs, prompts: bool = True
+    ) -> ModelWork:
+        """If `prompts` can begin, a model with short ones. Then the urgent model with the earliest
         deadline. If none is urgent, the one that is late for longest; if none is late either, the
         model that runs, as that costs no switch, until it has its slack target; then the model
         whose deadline is next. A running model that is late itself, or would be on its way back,
@@ -532,7 +522,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         others do not wait for that."""
         works = self._look(now, view, costs).works
         able = [work for work in works.values() if work.runs]
-        if short := [work for work in able if work.short]:
+        if prompts and (short := [work for work in able if work.short]):
             return min(short, key=_deadline)
         urgent = [work for work in able if work.latest <= now]
         first = min(urgent or able, key=_deadline)
@@ -575,9 +565,15 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self, now: float, view: InstanceView, current: ModelWork, other: ModelWork, costs: Costs
     ) -> bool:
         """Whether the model that runs would be in time if it went on after the prompts of the other
-        one. Where the device cannot hold both, its own weights then have to come back."""
+        one, or that one has waited for too long. Where the device cannot hold both, its own weights
+        then have to come back."""
         weights = self._weights.get(other.model, 0) + self._weights.get(current.model, 0)
-        if weights <= view.total_bytes:
+        late_seconds = now - min(other.due, other.overdue)
+        if (
+            weights <= view.total_bytes
+            or late_seconds > self.max_lateness_seconds
+            or current.model not in view.resident
+        ):
             return True
         back = self._expect(current.model, now, costs).switch_seconds
         return current.latest - other.switch_seconds - other.prompt_seconds - back > now
@@ -616,7 +612,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             work.prompt_seconds += prompts
             work.runs = True
             if (
-                group.deadline >= now
+                group.deadline >= now + prompts
+                and group.interactive
                 and model in view.resident
                 and expected.switch_seconds > TIGHT_SHARE * group.slo.ttft_seconds
             ):

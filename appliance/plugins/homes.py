@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from appliance.scheduling.policy_api import Costs, ModelView
+from appliance.scheduling.policy_api import ClusterView, Costs, ModelView, Placement
 from appliance.vocabulary import InstanceId, ModelName
 
 FEWEST_INSTANCES = 2
@@ -96,6 +96,16 @@ class Homes:
         able = [one for one in seekers if len(one.able(capacity_bytes)) >= FEWEST_INSTANCES]
         self.of = find_homes(able, capacity_bytes, self.of, THRESHOLD)
 
+    def placements(self, cluster: ClusterView, seekers: Sequence[HomeSeeker]) -> list[Placement]:
+        """Planned anew: which models each instance may serve; None for all, if none has homes.
+        O(models x homes x instances)."""
+        self.plan({view.id: view.total_bytes for view in cluster.instances if view.up}, seekers)
+        rest = frozenset([model.name for model in cluster.models]).difference(self.of)
+        return [
+            Placement(models=rest | self.at(view.id) if self.of else None)
+            for view in cluster.instances
+        ]
+
     def at(self, instance: InstanceId) -> frozenset[ModelName]:
         """The models that have a home there. O(models)."""
         return frozenset([model for model, homes in self.of.items() if instance in homes])
@@ -141,7 +151,7 @@ def find_homes(
                 if further and left < 0:
                     break
                 demand = room.demand + seeker.demand / count
-                rooms[best] = _Room(demand, left if left > 0 else room.free_bytes)
+                rooms[best] = _Room(demand, left)
                 mine.append(best)
     return {model: frozenset(mine) for model, mine in homes.items()}
 
@@ -165,5 +175,5 @@ def _best(
     ]
     best = min(options)
     kept = min([option for option in options if option[-1] in before], default=best)
-    stays = kept[0] < math.inf and kept[0] * (1 - threshold) <= best[0]
+    stays = kept[0] * (1 - threshold) <= best[0]  # also where it fits nowhere
     return kept[-1] if stays else best[-1]

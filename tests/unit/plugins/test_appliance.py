@@ -184,6 +184,26 @@ def test_a_model_that_would_be_late_on_its_way_back_goes_on() -> None:
     assert first(1.1, 39) == "b"
 
 
+def test_the_way_back_keeps_no_model_waiting_for_ever() -> None:
+    """`a` is asked all the time and never far enough ahead; `b` waits for half a minute."""
+    models = [model_view(name, weight_bytes=41 << 30) for name in "ab"]
+    policy = Appliance()
+    policy.place(now=NOW, cluster=cluster_view(1, *models), costs=COSTS)
+
+    def first(waited: float) -> str:
+        now = NOW + waited
+        view = instance_view(
+            batches=(batch_view("a", deadline=now + 0.5), batch_view("b", deadline=NOW)),
+            current="a",
+            resident=["a"],
+        )
+        return policy.round(now=now, instance=view, costs=COSTS)[0].model
+
+    ran = [first(waited / 2) for waited in range(80)]
+    assert set(ran[1:60]) == {"a"}
+    assert "b" in ran[60:64]
+
+
 def test_a_model_goes_on_while_the_kv_of_another_is_away() -> None:
     """It has earned its slack target, but each switch would move KV. The other model runs when its
     own slack is down to a quarter of its target, or when one of its prompts waits."""
@@ -459,7 +479,44 @@ def test_a_short_prompt_with_a_tight_target_comes_before_late_tokens() -> None:
     assert not begins_at_once(short_prompt(ttft=10.0, deadline=NOW + 9.9))
     # It would not be in time whatever runs.
     assert not begins_at_once(short_prompt(resident=["a"]))
-    assert not begins_at_once(short_prompt(deadline=NOW - 0.1))
+    assert not begins_at_once(short_prompt(deadline=NOW + 0.04))
+    # It is batch work.
+    assert not begins_at_once(short_prompt(interactive=0))
+
+
+def test_short_prompts_of_a_model_are_short_together() -> None:
+    """Two groups of 0.15 s are more than the margin of 0.2 s; one and a late one are not."""
+    view = short_prompt()
+
+    def begins(second: float) -> bool:
+        groups = tuple([group_view("b", tokens=1500, deadline=NOW + due) for due in (0.9, second)])
+        return begins_at_once(structs.replace(view, groups=groups))
+
+    assert not begins(0.8)
+    assert begins(-0.1)
+
+
+def test_of_several_models_with_short_prompts_the_most_urgent_is_first() -> None:
+    groups = tuple(
+        [
+            group_view(name, tokens=100, deadline=NOW + due)
+            for name, due in zip("bcd", (3, 2, 4), strict=True)
+        ]
+    )
+    view = structs.replace(short_prompt(resident=["a", "b", "c", "d"]), groups=groups, turn=None)
+
+    assert Appliance().admit(now=NOW, instance=view, costs=COSTS)[0] == 1
+
+
+def test_a_short_prompt_that_waits_for_room_gives_its_model_no_turn() -> None:
+    """Its model has requests that decode and are far ahead; those of another one are late."""
+    view = structs.replace(
+        short_prompt(),
+        turn=None,
+        batches=(batch_view("b", deadline=NOW + 60), batch_view("a", deadline=NOW - 0.5)),
+    )
+
+    assert Appliance().round(now=NOW, instance=view, costs=COSTS)[0].model == "a"
 
 
 def test_a_short_prompt_that_could_not_begin_cuts_no_turn() -> None:
