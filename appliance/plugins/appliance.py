@@ -72,6 +72,11 @@ another one goes on: each switch between them moves KV."""
 PROMPTS_IN_GAPS = 0.7
 """Where streams are promised a longest gap, prompts are due after this share of their TTFT target:
 else they would wait for streams, which are always due soon, until they are late."""
+TIGHT_SHARE = 0.1
+"""First tokens of a model are tight if a switch to it takes more than this share of their TTFT."""
+SHORT_SHARE, SHORT_SECONDS = 0.5, 1.0
+"""Short prompts with a tight TTFT come before tokens of others for this share of an instance's
+time, and for as many seconds at once: a flood of them leaves the others the rest."""
 APART_TURN_SECONDS = 0.1
 """The longest turn of a model whose instances prefill or decode: requests whose KV comes from
 elsewhere join with the next turn."""
@@ -96,6 +101,9 @@ class ModelWork:
     """What the prompts that wait take."""
     runs: bool = False
     """Whether any of its requests could run now."""
+    short: bool = False
+    """Whether all of its prompts that can be in time have a tight TTFT, take no longer than its
+    margin, and find its weights on the device: they come before tokens of others."""
     switch_seconds: float = 0.0
     """What it takes to bring its weights to the device."""
     wanted: float = -math.inf
@@ -159,6 +167,25 @@ class Expected:
         return known
 
 
+class Precedence:
+    """How long short prompts had an instance before others lately."""
+
+    def __init__(self) -> None:
+        self._used: dict[InstanceId, tuple[float, float]] = {}
+
+    def _seconds(self, now: float, instance: InstanceId) -> float:
+        at, seconds = self._used.get(instance, (now, 0.0))
+        return max(0.0, seconds - SHORT_SHARE * (now - at))
+
+    def is_left(self, now: float, instance: InstanceId) -> bool:
+        """Whether there is time left for some."""
+        return self._seconds(now, instance) < SHORT_SECONDS
+
+    def use(self, now: float, instance: InstanceId, seconds: float) -> None:
+        """Count a prompt that takes so long."""
+        self._used[instance] = now, self._seconds(now, instance) + seconds
+
+
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """What can be set. A question costs O(groups + batches) of the instances that changed since
     the last one."""
@@ -178,8 +205,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     """On an instance that is behind, a request that is late by more than its margin is due again so
     much later, and waits until then for requests that can still be in time. An instance is behind
     from when a token there is late by more than a TTFT target, until none is late."""
-    slack_target: Annotated[float, Meta(gt=0)] = 1.0
-    """A model that has earned this many times the TTFT target of its requests lets others go on."""
+    slack_target: Annotated[float, Meta(gt=0)] = 2.0
+    """A model that has earned this many times the TTFT target of its requests lets others go on; on
+    an instance that is behind, at most one."""
     longest_turn_seconds: Seconds = 60.0
     """The longest turn while no other model has work."""
     home_share: Annotated[float, Meta(gt=0)] = 0.35
@@ -206,6 +234,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._outlooks: dict[InstanceId, Outlook] = {}
         self._loads: dict[InstanceId, InstanceWork] = {}
         self._chosen: InstanceId | None = None
+        self._weights: dict[ModelName, int] = {}
+        self._precedence = Precedence()
         self._expected: dict[ModelName, Expected] = {}
         self._homes = Homes()
         self._parking = parking.Parking(self.park_load, self.park_seconds)
@@ -232,25 +262,14 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             [(view.id, view.up) for view in cluster.instances],
             [(model.name, model.instances) for model in cluster.models],
         )
+        self._weights = {model.name: model.weight_bytes for model in cluster.models}
         if self._homes.are_due(now, there):
-            self._placements = self._plan_homes(cluster, costs)
+            seekers = find_seekers(cluster.models, costs, self.home_share, self.output_tokens)
+            self._placements = self._homes.placements(cluster, seekers)
         if self.separate:
             self._lone.plan(now, cluster, costs)
         self._shedding.note_rest(cluster)
         return self._placements
-
-    def _plan_homes(self, cluster: ClusterView, costs: Costs) -> list[Placement]:
-        """O(models x instances), and for models with homes O(models x homes x instances)."""
-        homes = self._homes
-        homes.plan(
-            {view.id: view.total_bytes for view in cluster.instances if view.up},
-            find_seekers(cluster.models, costs, self.home_share, self.output_tokens),
-        )
-        rest = frozenset([model.name for model in cluster.models]).difference(homes.of)
-        return [
-            Placement(models=rest | homes.at(view.id) if homes.of else None)
-            for view in cluster.instances
-        ]
 
     @hookimpl
     def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet | None:
@@ -436,24 +455,33 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     @hookimpl
     def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
-        """Prompts of the model that runs next come first, then the most urgent."""
-        model = self._next(now, instance, costs).model
-        groups = [(group.model != model, group.deadline) for group in instance.groups]
+        """Prompts of the model that runs next come first, then the most urgent. Of a model that
+        runs next for its short prompts, those that are late already do not come before these."""
+        work = self._next(now, instance, costs)
+        groups = [
+            (group.model != work.model, work.short and group.deadline < now, group.deadline)
+            for group in instance.groups
+        ]
         return sorted(range(len(groups)), key=groups.__getitem__)
 
     @hookimpl
     def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
         """The prompts of the model that runs next are computed before it decodes: then they decode
         with the others."""
-        joins = instance.groups[0].model == self._next(now, instance, costs).model
-        return Phase.PREFILL if joins else Phase.DECODE
+        first, work = instance.groups[0], self._next(now, instance, costs)
+        if first.model != work.model:
+            return Phase.DECODE
+        if work.short:
+            seconds = self._expect(work.model, now, costs).of_prompt(first.tokens // first.waiting)
+            self._precedence.use(now, instance.id, seconds)
+        return Phase.PREFILL
 
     @hookimpl
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
         """One turn, and in which order the others are likely to follow."""
         runnable = {batch.model for batch in instance.batches if batch.runnable}
         works = self._look(now, instance, costs).works
-        first = self._next(now, instance, costs)
+        first = self._next(now, instance, costs, prompts=False)
         if first.model not in runnable:
             first = min((works[model] for model in runnable), key=_deadline)
         rest = sorted((w for w in works.values() if w is not first), key=_latest)
@@ -468,32 +496,44 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     @hookimpl
     def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
-        """A prompt of the model that runs joins at once; for any other the turn is cut when that
-        has to begin."""
+        """A prompt of the model that runs joins at once, and a short one of another model begins at
+        once. One that came before the turn began is taken to wait for room, and cuts nothing. For
+        the rest the turn is cut when that has to begin."""
         model = instance.turn
         if model is None or any([group.model == model for group in instance.groups]):
+            return 0.0
+        works = self._look(now, instance, costs).works
+        began = instance.turn_began
+        if any([works[g.model].short and g.arrived >= began for g in instance.groups]):
             return 0.0
         seconds = self._quota(now, instance, model, costs, instance.turn_began)
         if self._lone.is_apart(model):
             seconds = min(seconds, max(0.0, instance.turn_began + APART_TURN_SECONDS - now))
         return seconds
 
-    def _next(self, now: float, view: InstanceView, costs: Costs) -> ModelWork:
-        """The urgent model with the earliest deadline. If none is urgent, the one that is late for
-        longest; if none is late either, the model that runs, as
-        that costs no switch, until it has its slack target; then the model whose deadline is next.
-        A running model that is late itself goes on: it soon will not be. If it stays late, as more
-        is asked of it than it can do, others do not wait for that."""
+    def _next(
+        self, now: float, view: InstanceView, costs: Costs, prompts: bool = True
+    ) -> ModelWork:
+        """If `prompts` can begin, a model with short ones. Then the urgent model with the earliest
+        deadline. If none is urgent, the one that is late for longest; if none is late either, the
+        model that runs, as that costs no switch, until it has its slack target; then the model
+        whose deadline is next. A running model that is late itself, or would be on its way back,
+        goes on: it soon will not be. If it stays late, as more is asked of it than it can do,
+        others do not wait for that."""
         works = self._look(now, view, costs).works
         able = [work for work in works.values() if work.runs]
+        if prompts and (short := [work for work in able if work.short]):
+            return min(short, key=_deadline)
         urgent = [work for work in able if work.latest <= now]
         first = min(urgent or able, key=_deadline)
         if not urgent and (urgent := [work for work in able if work.overdue <= now]):
             first = min(urgent, key=_overdue)
         current = works.get(view.current_model or "")
-        if current is None or current not in (urgent or able):
+        if current is None or current not in able:
             return first
         if urgent:
+            if current not in urgent and self._may_leave(now, view, current, first, costs):
+                return first
             return current if current.due - first.due <= self.max_lateness_seconds else first
         if current.slack_seconds(now) < current.slack_target_seconds:
             return current
@@ -521,17 +561,22 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             shortest = shortest or work.switch_seconds
         return max(0.0, began + max(self.shortest_turn_seconds, shortest) - now, seconds)
 
-    def _is_behind(self, now: float, view: InstanceView) -> bool:
-        """Whether the instance has more to do than it can do in time, as far as is seen: it has
-        from when a token is late by more than a TTFT target, until none is late."""
-        works: list[BatchView | GroupView] = [*view.batches, *view.groups]
-        late = [work for work in works if _scheduled(work) < now]
-        if not late:
-            self._behind.discard(view.id)
-            return False
-        if any([_scheduled(work) < now - work.slo.ttft_seconds for work in late]):
-            self._behind.add(view.id)
-        return view.id in self._behind
+    def _may_leave(
+        self, now: float, view: InstanceView, current: ModelWork, other: ModelWork, costs: Costs
+    ) -> bool:
+        """Whether the model that runs would be in time if it went on after the prompts of the other
+        one, or that one has waited for too long. Where the device cannot hold both, its own weights
+        then have to come back."""
+        weights = self._weights.get(other.model, 0) + self._weights.get(current.model, 0)
+        late_seconds = now - min(other.due, other.overdue)
+        if (
+            weights <= view.total_bytes
+            or late_seconds > self.max_lateness_seconds
+            or current.model not in view.resident
+        ):
+            return True
+        back = self._expect(current.model, now, costs).switch_seconds
+        return current.latest - other.switch_seconds - other.prompt_seconds - back > now
 
     # --- what is known of an instance ------------------------------------------------------------
 
@@ -544,36 +589,39 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def _make_outlook(self, now: float, view: InstanceView, costs: Costs) -> Outlook:
         known = self._expected
         works: dict[ModelName, ModelWork] = {}
-        behind = self._is_behind(now, view)
+        behind = _is_behind(now, view, view.id in self._behind)
+        (self._behind.add if behind else self._behind.discard)(view.id)
         for batch in view.batches:
-            works[batch.model] = self._decoding_work(now, batch, behind)
+            works[batch.model] = _decoding_work(self, now, batch, behind)
         gap = math.inf if behind else _longest_gap(view)
+        short: dict[ModelName, float] = {}
         for group in view.groups:
             model = group.model
             work = works.get(model)
             if work is None:
                 work = works[model] = ModelWork(model)
-            margin = self.margin * group.slo.ttft_seconds
-            over = behind or group.deadline < now
-            due = _scheduled(group) if over else group.deadline
-            if gap < math.inf:
-                if not group.resumed:
-                    due = min(due, group.arrived + PROMPTS_IN_GAPS * group.slo.ttft_seconds)
-                margin = min(margin, self.margin * gap)
-            if behind and due < (limit := now - margin):
-                if due < work.overdue:
-                    work.overdue = due
-                due += math.ceil((limit - due) / self.renewal_seconds) * self.renewal_seconds
-            if due < work.due:
-                work.due = due
-            if margin < work.margin_seconds:
-                work.margin_seconds = margin
+            due, margin, overdue = _when_due(self, now, group, behind, gap)
+            work.due = min(work.due, due)
+            work.overdue = min(work.overdue, overdue)
+            work.margin_seconds = min(work.margin_seconds, margin)
             expected = known.get(model) or self._expect(model, now, costs)
-            work.prompt_seconds += (
+            prompts = (
                 group.waiting * expected.prompt_seconds
                 + group.tokens * expected.prompt_seconds_per_token
             )
+            work.prompt_seconds += prompts
             work.runs = True
+            if (
+                group.deadline >= now + prompts
+                and group.interactive
+                and model in view.resident
+                and expected.switch_seconds > TIGHT_SHARE * group.slo.ttft_seconds
+            ):
+                short[model] = short.get(model, 0.0) + prompts
+        if not self._precedence.is_left(now, view.id):
+            short.clear()
+        for model, seconds in short.items():
+            works[model].short = seconds <= works[model].margin_seconds
         away = {batch.model for batch in view.batches if batch.away_tokens}
         for work in works.values():
             if work.model not in view.resident:
@@ -585,24 +633,54 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 work.wanted = work.due - AWAY * work.slack_target_seconds
         return Outlook(view, works)
 
-    def _decoding_work(self, now: float, batch: BatchView, behind: bool) -> ModelWork:
-        """Of the requests that decode. An instance that is behind keeps no gaps."""
-        margin = self.margin * batch.slo.ttft_seconds
-        deadlines = batch.scheduled or batch.deadlines
-        work = ModelWork(
-            model=batch.model,
-            due=deadlines[0],
-            runs=batch.runnable > 0,
-            slack_target_seconds=self.slack_target * batch.slo.ttft_seconds,
-            margin_seconds=margin,
-        )
-        if behind and work.due < now - margin:
-            renewed = _renewed(deadlines, now - margin, self.renewal_seconds)
-            work.due, work.overdue = renewed, work.due
-        elif batch.scheduled and not behind and (due := _due_in_gap(now, batch)) < work.due:
-            work.due, work.scheduled = due, work.due
-            work.margin_seconds = min(margin, self.margin * batch.slo.gap_seconds)
-        return work
+
+def _is_behind(now: float, view: InstanceView, was: bool) -> bool:
+    """Whether the instance has more to do than it can do in time, as far as is seen: from when a
+    token is late by more than a TTFT target, until none is late."""
+    works: list[BatchView | GroupView] = [*view.batches, *view.groups]
+    late = [work for work in works if _scheduled(work) < now]
+    limits = [_scheduled(work) + work.slo.ttft_seconds for work in late]
+    return bool(late) and (was or min(limits) < now)
+
+
+def _when_due(
+    policy: Appliance, now: float, group: GroupView, behind: bool, gap: float
+) -> tuple[float, float, float]:
+    """When prompts count as due, how long before that they should run, and when they were due if
+    they wait for what can still be in time (else infinite)."""
+    margin = policy.margin * group.slo.ttft_seconds
+    due = _scheduled(group) if behind or group.deadline < now else group.deadline
+    if gap < math.inf:
+        if not group.resumed:
+            due = min(due, group.arrived + PROMPTS_IN_GAPS * group.slo.ttft_seconds)
+        margin = min(margin, policy.margin * gap)
+    limit = now - margin
+    if not behind or due >= limit:
+        return due, margin, math.inf
+    periods = math.ceil((limit - due) / policy.renewal_seconds)
+    return due + periods * policy.renewal_seconds, margin, due
+
+
+def _decoding_work(policy: Appliance, now: float, batch: BatchView, behind: bool) -> ModelWork:
+    """Of the requests that decode. An instance that is behind keeps no gaps, and has a model earn
+    no more than one TTFT target before others go on: they are late already."""
+    margin = policy.margin * batch.slo.ttft_seconds
+    target = min(1.0, policy.slack_target) if behind else policy.slack_target
+    deadlines = batch.scheduled or batch.deadlines
+    work = ModelWork(
+        model=batch.model,
+        due=deadlines[0],
+        runs=batch.runnable > 0,
+        slack_target_seconds=target * batch.slo.ttft_seconds,
+        margin_seconds=margin,
+    )
+    if behind and work.due < now - margin:
+        renewed = _renewed(deadlines, now - margin, policy.renewal_seconds)
+        work.due, work.overdue = renewed, work.due
+    elif batch.scheduled and not behind and (due := _due_in_gap(now, batch)) < work.due:
+        work.due, work.scheduled = due, work.due
+        work.margin_seconds = min(margin, policy.margin * batch.slo.gap_seconds)
+    return work
 
 
 def _earns(view: InstanceView, model: ModelName, costs: Costs) -> float:

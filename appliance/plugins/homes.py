@@ -1,8 +1,9 @@
 """Homes: on which instances a model is kept whose weights take too long to come when it is asked.
 
-A model has as many homes as its share of the demand is instances, rounded up. The largest demands
-are placed first, each where the least demand for the memory left is (KVPR, Prism §6.2, with the
-share of an instance that a model needs to keep its SLO targets as its pressure).
+A model has as many homes as its share of the demand is instances, rounded up, but further ones
+only where its weights have room next to those of others. The largest demands are placed first, each
+where the least demand for the memory left is (KVPR, Prism §6.2, with the share of an instance that
+a model needs to keep its SLO targets as its pressure).
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from appliance.scheduling.policy_api import Costs, ModelView
+from appliance.scheduling.policy_api import ClusterView, Costs, ModelView, Placement
 from appliance.vocabulary import InstanceId, ModelName
 
-FEWEST_INSTANCES = 3
-"""A model has homes if as many can serve it: with two, a home is half of all that there is, which
-fits no share."""
+FEWEST_INSTANCES = 2
+"""A model has homes if as many can serve it."""
 PERIOD_SECONDS = 10.0
 """Homes are thought over as often as this."""
-THRESHOLD = 0.2
-"""A model leaves a home for one with a pressure that is lower by more than this share."""
+THRESHOLD = 0.6
+"""A model leaves a home for one with a pressure that is lower by more than this share: until its
+weights are there, its first tokens are late, and demands are estimates."""
 LEAST_RATE = 0.01
 """Requests a second that a model is expected to get at least."""
 
@@ -95,6 +96,16 @@ class Homes:
         able = [one for one in seekers if len(one.able(capacity_bytes)) >= FEWEST_INSTANCES]
         self.of = find_homes(able, capacity_bytes, self.of, THRESHOLD)
 
+    def placements(self, cluster: ClusterView, seekers: Sequence[HomeSeeker]) -> list[Placement]:
+        """Planned anew: which models each instance may serve; None for all, if none has homes.
+        O(models x homes x instances)."""
+        self.plan({view.id: view.total_bytes for view in cluster.instances if view.up}, seekers)
+        rest = frozenset([model.name for model in cluster.models]).difference(self.of)
+        return [
+            Placement(models=rest | self.at(view.id) if self.of else None)
+            for view in cluster.instances
+        ]
+
     def at(self, instance: InstanceId) -> frozenset[ModelName]:
         """The models that have a home there. O(models)."""
         return frozenset([model for model, homes in self.of.items() if instance in homes])
@@ -121,28 +132,34 @@ def find_homes(
     O(models x homes x instances)."""
     rooms = {i: _Room(0.0, float(capacity)) for i, capacity in capacity_bytes.items()}
     total = sum([seeker.demand for seeker in seekers])
-    homes: dict[ModelName, frozenset[InstanceId]] = {}
-    for seeker in sorted(seekers, key=lambda one: (-one.demand, one.model)):
-        able = seeker.able(rooms)
-        share = seeker.demand / total * len(rooms) if total else 1.0
-        count = min(len(able), max(1, math.ceil(share - 1e-9)))
-        demand = seeker.demand / count
-        before = known.get(seeker.model, frozenset())
-        mine: list[InstanceId] = []
-        for _ in range(count):
-            best = _best(
-                {i: rooms[i] for i in able if i not in mine},
-                demand,
-                seeker.weight_bytes,
-                before,
-                threshold,
-            )
-            room = rooms[best]
-            left = room.free_bytes - seeker.weight_bytes
-            rooms[best] = _Room(room.demand + demand, left if left > 0 else room.free_bytes)
-            mine.append(best)
-        homes[seeker.model] = frozenset(mine)
-    return homes
+    homes: dict[ModelName, list[InstanceId]] = {seeker.model: [] for seeker in seekers}
+    largest_first = sorted(seekers, key=lambda one: (-one.demand, one.model))
+    counts = [_share(seeker, total, rooms) for seeker in largest_first]
+    for further in (False, True):  # each has one before any has several
+        for seeker, count in zip(largest_first, counts, strict=True):
+            mine = homes[seeker.model]
+            for _ in range(count - 1 if further else 1):
+                best = _best(
+                    {i: rooms[i] for i in seeker.able(rooms) if i not in mine},
+                    seeker.demand / count,
+                    seeker.weight_bytes,
+                    known.get(seeker.model, frozenset()),
+                    threshold,
+                )
+                room = rooms[best]
+                left = room.free_bytes - seeker.weight_bytes
+                if further and left < 0:
+                    break
+                demand = room.demand + seeker.demand / count
+                rooms[best] = _Room(demand, left)
+                mine.append(best)
+    return {model: frozenset(mine) for model, mine in homes.items()}
+
+
+def _share(seeker: HomeSeeker, total: float, rooms: Mapping[InstanceId, object]) -> int:
+    """As many instances as its share of all demands, rounded up, but no more than can serve it."""
+    share = seeker.demand / total * len(rooms) if total else 1.0
+    return min(len(seeker.able(rooms)), max(1, math.ceil(share - 1e-9)))
 
 
 def _best(
@@ -158,5 +175,5 @@ def _best(
     ]
     best = min(options)
     kept = min([option for option in options if option[-1] in before], default=best)
-    stays = kept[0] < math.inf and kept[0] * (1 - threshold) <= best[0]
+    stays = kept[0] * (1 - threshold) <= best[0]  # also where it fits nowhere
     return kept[-1] if stays else best[-1]

@@ -155,6 +155,55 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
     assert later.model == "c"
 
 
+def test_on_an_instance_that_is_behind_one_target_of_slack_is_enough() -> None:
+    """What it earns beyond that, others need who are late."""
+    policy = Appliance(slack_target=2.0)
+
+    def first(**due: float) -> str:
+        view = running("a", batches=due, resident="abc")
+        return policy.round(now=NOW, instance=view, costs=COSTS)[0].model
+
+    assert first(a=1.5, b=1.2) == "a"
+    assert first(a=2.5, b=1.2) == "b"
+    assert first(a=1.5, b=1.2, c=-1.1) == "c"
+
+
+def test_a_model_that_would_be_late_on_its_way_back_goes_on() -> None:
+    """There and back are two switches of a second where the device cannot hold both models; `b` has
+    to begin now."""
+
+    def first(slack: float, weight_gib: int) -> str:
+        models = [model_view(name, weight_bytes=weight_gib << 30) for name in "ab"]
+        policy = Appliance(slack_target=ALWAYS)
+        policy.place(now=NOW, cluster=cluster_view(1, *models), costs=COSTS)
+        view = running("a", batches={"a": slack, "b": 0.5})
+        return policy.round(now=NOW, instance=view, costs=COSTS)[0].model
+
+    assert first(2.1, 41) == "a"
+    assert first(2.3, 41) == "b"
+    assert first(1.1, 39) == "b"
+
+
+def test_the_way_back_keeps_no_model_waiting_for_ever() -> None:
+    """`a` is asked all the time and never far enough ahead; `b` waits for half a minute."""
+    models = [model_view(name, weight_bytes=41 << 30) for name in "ab"]
+    policy = Appliance()
+    policy.place(now=NOW, cluster=cluster_view(1, *models), costs=COSTS)
+
+    def first(waited: float) -> str:
+        now = NOW + waited
+        view = instance_view(
+            batches=(batch_view("a", deadline=now + 0.5), batch_view("b", deadline=NOW)),
+            current="a",
+            resident=["a"],
+        )
+        return policy.round(now=now, instance=view, costs=COSTS)[0].model
+
+    ran = [first(waited / 2) for waited in range(80)]
+    assert set(ran[1:60]) == {"a"}
+    assert "b" in ran[60:64]
+
+
 def test_a_model_goes_on_while_the_kv_of_another_is_away() -> None:
     """It has earned its slack target, but each switch would move KV. The other model runs when its
     own slack is down to a quarter of its target, or when one of its prompts waits."""
@@ -398,8 +447,108 @@ def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
     # No less than the switch to come takes, from when the turn began.
     assert left(0.4, 0.35) == pytest.approx(0.6)
     assert left(2.0, 1.95) == 0.0
-    # What is later than the margin is due again after half a minute.
-    assert left(2.0, 0.0) == pytest.approx(28.0 - 1.0 - 0.1 - 0.1)
+
+
+def short_prompt(**changes: object) -> InstanceView:
+    """A turn of `a`, which is late, during which a prompt of `b` came that takes 0.05 s and is due
+    in 0.9 s; a switch takes a second."""
+    asked = {"tokens": 500, "ttft": 1.0, "arrived": NOW, "deadline": NOW + 0.9, **changes}
+    resident = asked.pop("resident", ["a", "b"])
+    return instance_view(
+        groups=(group_view("b", **asked),),  # type: ignore[arg-type]
+        batches=(batch_view("a", deadline=NOW - 0.5),),
+        current="a",
+        turn="a",
+        turn_began=NOW - 1,
+        resident=resident,  # type: ignore[arg-type]
+    )
+
+
+def begins_at_once(view: InstanceView) -> bool:
+    """The prompt is what comes next, when the turn has ended."""
+    between = structs.replace(view, turn=None)
+    return Appliance().phase(now=NOW, instance=between, costs=COSTS) is Phase.PREFILL
+
+
+def test_a_short_prompt_with_a_tight_target_comes_before_late_tokens() -> None:
+    assert Appliance().preempt(now=NOW, instance=short_prompt(), costs=COSTS) == 0.0
+    assert begins_at_once(short_prompt())
+    # Its margin is 0.2 s.
+    assert not begins_at_once(short_prompt(tokens=2001))
+    # A switch takes a tenth of ten seconds.
+    assert not begins_at_once(short_prompt(ttft=10.0, deadline=NOW + 9.9))
+    # It would not be in time whatever runs.
+    assert not begins_at_once(short_prompt(resident=["a"]))
+    assert not begins_at_once(short_prompt(deadline=NOW + 0.04))
+    # It is batch work.
+    assert not begins_at_once(short_prompt(interactive=0))
+
+
+def test_short_prompts_of_a_model_are_short_together() -> None:
+    """Two groups of 0.15 s are more than the margin of 0.2 s; one and a late one are not."""
+    view = short_prompt()
+
+    def begins(second: float) -> bool:
+        groups = tuple([group_view("b", tokens=1500, deadline=NOW + due) for due in (0.9, second)])
+        return begins_at_once(structs.replace(view, groups=groups))
+
+    assert not begins(0.8)
+    assert begins(-0.1)
+
+
+def test_of_several_models_with_short_prompts_the_most_urgent_is_first() -> None:
+    groups = tuple(
+        [
+            group_view(name, tokens=100, deadline=NOW + due)
+            for name, due in zip("bcd", (3, 2, 4), strict=True)
+        ]
+    )
+    view = structs.replace(short_prompt(resident=["a", "b", "c", "d"]), groups=groups, turn=None)
+
+    assert Appliance().admit(now=NOW, instance=view, costs=COSTS)[0] == 1
+
+
+def test_a_short_prompt_that_waits_for_room_gives_its_model_no_turn() -> None:
+    """Its model has requests that decode and are far ahead; those of another one are late."""
+    view = structs.replace(
+        short_prompt(),
+        turn=None,
+        batches=(batch_view("b", deadline=NOW + 60), batch_view("a", deadline=NOW - 0.5)),
+    )
+
+    assert Appliance().round(now=NOW, instance=view, costs=COSTS)[0].model == "a"
+
+
+def test_a_short_prompt_that_could_not_begin_cuts_no_turn() -> None:
+    """It was there when the turn began: it waits for room, and turns would last for a step."""
+    waits = short_prompt(arrived=NOW - 1.5)
+
+    assert Appliance(slack_target=ALWAYS).preempt(now=NOW, instance=waits, costs=COSTS) > 0.0
+
+
+def test_a_flood_of_short_prompts_leaves_others_half_of_the_time() -> None:
+    """Twenty of 0.05 s come first at once, then one in each 0.1 s."""
+    policy, came = Appliance(), []
+    for tick in range(400):
+        now = NOW + tick * 0.025
+        view = structs.replace(
+            short_prompt(arrived=now, deadline=now + 0.9),
+            turn=None,
+            batches=(batch_view("a", deadline=NOW - 0.5),),
+        )
+        came.append(policy.phase(now=now, instance=view, costs=COSTS) is Phase.PREFILL)
+
+    assert all(came[:20])
+    assert sum(came[200:]) == pytest.approx(200 / 4, abs=1)
+
+
+def test_late_prompts_do_not_come_before_short_ones_of_their_model() -> None:
+    view = instance_view(
+        groups=(group_view("b", deadline=NOW - 2), group_view("b", tokens=10, deadline=NOW + 0.5)),
+        resident=["b"],
+    )
+
+    assert Appliance().admit(now=NOW, instance=view, costs=COSTS) == [1, 0]
 
 
 # --- chunks --------------------------------------------------------------------------------------

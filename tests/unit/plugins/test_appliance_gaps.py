@@ -88,11 +88,11 @@ def test_one_stream_of_a_batch_that_is_late_does_not_hide_another() -> None:
 
 def test_slack_is_earned_on_the_schedule() -> None:
     """A model that was just left is due when its gap is over, whatever it has earned: it goes on
-    until it is a TTFT target ahead of its schedule, then others do."""
-    waits = stream("b", 0.9, 30)
+    until it is so many TTFT targets ahead of its schedule, then others do."""
+    policy, waits = Appliance(slack_target=1.0), stream("b", 0.9, 30)
 
-    assert first_of(Appliance(), stream("a", 0.95, 0.99), waits) == "a"
-    assert first_of(Appliance(), stream("a", 0.95, 1.01), waits) == "b"
+    assert first_of(policy, stream("a", 0.95, 0.99), waits) == "a"
+    assert first_of(policy, stream("a", 0.95, 1.01), waits) == "b"
 
 
 def test_a_prompt_does_not_wait_for_streams_until_it_is_late() -> None:
