@@ -80,6 +80,8 @@ time, and for as many seconds at once: a flood of them leaves the others the res
 APART_TURN_SECONDS = 0.1
 """The longest turn of a model whose instances prefill or decode: requests whose KV comes from
 elsewhere join with the next turn."""
+NO_MORE_SECONDS = 1e-3
+"""A turn ends at once, and does not go on with the rest of its quota, as it would after 0."""
 RENEWED = 16
 """Not more than this part of the models is looked up anew at once."""
 
@@ -221,7 +223,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
     of each model, from its own answers, made it worse: they vary more than the truth.)"""
 
-    separate: bool = False
+    separate: bool = True
     """Where one model has all the work, some instances prefill, others decode (`LoneModel`)."""
     park: bool = False
     """Instances rest that are not needed for what is asked (`appliance.plugins.parking`)."""
@@ -438,7 +440,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         if batch is None or expected.prompt_seconds_per_token <= 0:
             return whole
         step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
-        left = self.longest_step * batch.slo.tbt_seconds - step
+        left = self.longest_step * self._lone.step_target(batch) - step
         chunk = int(left / expected.prompt_seconds_per_token)
         work = self._look(now, instance, costs).works[model]
         if chunk < SMALLEST_CHUNK or (
@@ -490,7 +492,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             for w in rest
         ]
         seconds = self._quota(now, instance, first.model, costs, now)
-        if self._lone.is_apart(first.model):
+        if self._lone.has_arrivals(now, first.model):
             seconds = min(seconds, APART_TURN_SECONDS)
         return [PlannedTurn(model=first.model, quota_seconds=seconds), *outlook]
 
@@ -507,8 +509,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         if any([works[g.model].short and g.arrived >= began for g in instance.groups]):
             return 0.0
         seconds = self._quota(now, instance, model, costs, instance.turn_began)
-        if self._lone.is_apart(model):
-            seconds = min(seconds, max(0.0, instance.turn_began + APART_TURN_SECONDS - now))
+        if self._lone.has_arrivals(now, model):
+            left = instance.turn_began + APART_TURN_SECONDS - now
+            seconds = min(seconds, max(NO_MORE_SECONDS, left))
         return seconds
 
     def _next(

@@ -27,6 +27,8 @@ DEMAND_SECONDS = 30.0
 """Over which rates are smoothed (`ModelView`)."""
 SEEN_SECONDS = 3.0
 """How long a model is alone before its rate says anything."""
+LEAST_SLOPE = 1e-5
+"""Of a step that a request more adds to it, if costs know it: less is rounding."""
 LEAST_RATE = 0.01
 """A model that is asked less often has no work."""
 BATCHED_TOKENS = 2048
@@ -39,14 +41,14 @@ SMALLEST_CHUNK = 64
 """Tokens of a prompt; with fewer in a step it would take several times as long as whole."""
 LEAST_SHARE = 0.01
 """Of its time an instance computes prompts, if nothing is known of what they take."""
-KV_SHARE = 0.85
+KV_SHARE = 0.9
 """Of the room for KV that requests may take when they come: answers grow."""
 FLOW_SHARE = 0.8
 """Requests go on elsewhere if steps there take at most this share of the TBT target. It is less
 than what new ones may take, so that none goes to and fro."""
 ANY_TARGETS = Slo(ttft_seconds=math.inf, tbt_seconds=math.inf)
-SAMPLE_TOKENS = 8192
-"""Of KV on an instance, that say how many bytes a token takes there."""
+SETTLING_SECONDS = 10.0
+"""For so long after instances mix again, KV that was on its way may come: turns stay short."""
 
 
 class LoneModel:
@@ -60,6 +62,8 @@ class LoneModel:
         self._model: ModelName | None = None
         self._begin()
         self._separation = Separation()
+        self._settling: ModelName | None = None
+        self._settled = -math.inf
 
     def _begin(self, model: ModelName | None = None, now: float = 0.0, rate: float = 0.0) -> None:
         self._model, self._since, self._rate_before = model, now, rate
@@ -68,6 +72,7 @@ class LoneModel:
         self._prompts, self._prompt_tokens = 0, 0.0
         self._looks, self._ended_tokens = 0, 0.0
         self._kv_token_bytes = 0.0
+        self._arrival_seconds, self._limit_share = 0.0, 1.0
         self._slo, self._most = ANY_TARGETS, math.inf
         self._prefill: frozenset[InstanceId] = frozenset()
         self._decode: frozenset[InstanceId] = frozenset()
@@ -75,6 +80,16 @@ class LoneModel:
     def is_apart(self, model: ModelName) -> bool:
         """Whether some of the model's instances only prefill."""
         return model == self._model and bool(self._prefill)
+
+    def has_arrivals(self, now: float, model: ModelName) -> bool:
+        """Whether KV of the model may be on its way between instances."""
+        return self.is_apart(model) or (model == self._settling and now < self._settled)
+
+    def step_target(self, batch: BatchView) -> float:
+        """The TBT that steps of the batch keep: the strictest, but that of the model where its
+        instances are apart, as one stream would make the prompts of all wait for it."""
+        own = self._slo.tbt_seconds if self.is_apart(batch.model) else 0.0
+        return max(batch.slo.tbt_seconds, own)
 
     def note(self, request: RequestView) -> None:
         """A request is placed. One that came before others is placed again, and not counted. One
@@ -108,17 +123,21 @@ class LoneModel:
         if model.output_tokens:
             self._looks = min(self._looks + 1, AVERAGED_LOOKS)
             self._ended_tokens += (model.output_tokens - self._ended_tokens) / self._looks
-        self._slo, self._most = model.slo, model.max_batch
+        self._slo, self._most = model.slo, min(model.max_batch, model.max_sequences)
         mine = [view for view in cluster.instances if _serves(view, model)]
         separation = self._separation
-        if separation.prefill >= len(mine) or not self._is_simple(mine, model):
+        load = self._load(model, mine, costs) if self._is_simple(mine, model) else None
+        if load is None or separation.prefill >= len(mine):
             separation.mix(now)
         elif now - self._since >= SEEN_SECONDS and self._prompts:
+            self._arrival_seconds = load.arrival_seconds
+            self._limit_share = load.decode_limit_seconds / load.limit_seconds
             rate = self._answered_share * self._rate(now, model)
-            load = self._load(model, rate, mine, costs)
             pressure = self._pressure(now, model, mine, costs)
             separation.observe(now, load, len(mine), rate, pressure)
         self._choose(mine, separation.prefill)
+        if separation.prefill:
+            self._settling, self._settled = model.name, now + SETTLING_SECONDS
 
     def _rate(self, now: float, model: ModelView) -> float:
         """Requests a second since it is alone: the smoothed rate, less what is left in it of the
@@ -127,9 +146,9 @@ class LoneModel:
         return max(0.0, model.arrivals_per_second - self._rate_before * left) / (1 - left)
 
     def _is_simple(self, mine: Sequence[InstanceView], model: ModelView) -> bool:
-        """Whether the model is in place everywhere, and no batch work has to wait for other work:
-        that is not weighed here."""
-        return all(
+        """Whether instances are up, with the model in place everywhere, and no batch work has to
+        wait for other work: that is not weighed here."""
+        return bool(mine) and all(
             [
                 model.name in view.resident
                 and all([group.interactive == group.waiting for group in view.groups])
@@ -139,19 +158,19 @@ class LoneModel:
         )
 
     def _load(
-        self, model: ModelView, rate: float, mine: Sequence[InstanceView], costs: Costs
-    ) -> ModelLoad:
-        """What a mean request takes. KV takes what it is seen to, if several GPUs share it."""
+        self, model: ModelView, mine: Sequence[InstanceView], costs: Costs
+    ) -> ModelLoad | None:
+        """What a mean request takes; None as long as costs do not say what one more adds to a step:
+        decoding would look free."""
         name, prompt = model.name, max(1, round(self._prompt_tokens))
         answer = self._answer(model, mine)
         base = costs.prefill_seconds(name, 1) * (1 - min(1.0, prompt / BATCHED_TOKENS))
         length = prompt + round(answer / 2)
         one, many = costs.step_seconds(name, 1, length), costs.step_seconds(name, 33, 33 * length)
-        each = max(1e-9, (many - one) / 32)
-        seen = [v.kv_bytes / kv for v in mine if (kv := count_kv_tokens(v)) > SAMPLE_TOKENS]
-        self._kv_token_bytes = min(
-            [float(model.kv_bytes_per_token), *([max(seen)] if seen else [])]
-        )
+        each = (many - one) / 32
+        if each < LEAST_SLOPE * one:
+            return None
+        self._kv_token_bytes = model.device_bytes_per_token
         room = min([_room_bytes(view) for view in mine])
         size = length * self._kv_token_bytes
         return ModelLoad(
@@ -161,7 +180,9 @@ class LoneModel:
             request_seconds=each,
             limit_seconds=self._step_share * model.slo.tbt_seconds,
             room=room / size if size else math.inf,
-            most=model.max_batch,
+            most=self._most,
+            kv_seconds=costs.move_seconds(prompt * model.kv_bytes_per_token),
+            target_seconds=model.slo.tbt_seconds,
         )
 
     def _answer(self, model: ModelView, mine: Sequence[InstanceView]) -> float:
@@ -226,7 +247,8 @@ class LoneModel:
         best = soonest(first)
         if best[0] > left:
             need = 2 * request.tokens * self._kv_token_bytes
-            roomy = [v for v in instances if v.id in self._decode and v.free_bytes > need]
+            decode = [view for view in instances if view.id in self._decode]
+            roomy = [view for view in decode if view.free_bytes + view.idle_bytes > need]
             other = soonest(roomy)
             best = other if other[0] <= left else best
         return next(view for view in instances if view.id == best[1])
@@ -245,7 +267,7 @@ class LoneModel:
         if batch is None:
             return waiting + own, 1.0
         step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
-        return waiting + own, 1.0 - step / (self._step_share * batch.slo.tbt_seconds)
+        return waiting + own, 1.0 - step / (self._step_share * self.step_target(batch))
 
     def decode(
         self,
@@ -298,15 +320,16 @@ class LoneModel:
         joined: Mapping[InstanceId, int] | None = None,
     ) -> InstanceId | None:
         """Where the least KV is read, of those where one more request has room in memory and in a
-        step, and steps with it take at most so much of the model's TBT target: requests that ask
-        for another one share their steps with those that do not."""
-        found = []
+        step, and steps with it take at most so much of the model's TBT target, those included that
+        wait for KV: requests that ask for another one share their steps with those that do not."""
+        found, limit = [], step_share * self._limit_share * self._slo.tbt_seconds
         for view in decode:
             batch, grown = find_batch(view, model), kv[view.id] + tokens
-            many = 1 + (batch.requests if batch else 0) + (joined[view.id] if joined else 0)
-            step = costs.step_seconds(model, many, grown)
+            many = 1 + view.computing_requests
+            many += (batch.requests if batch else 0) + (joined[view.id] if joined else 0)
+            step = costs.step_seconds(model, many, grown) + many * self._arrival_seconds
             fits = grown * self._kv_token_bytes <= _room_bytes(view)
-            if many <= self._most and fits and step <= step_share * self._slo.tbt_seconds:
+            if many <= self._most and fits and step <= limit:
                 found.append((kv[view.id], view.id))
         return min(found)[1] if found else None
 
@@ -323,7 +346,7 @@ def count_kv_tokens(view: InstanceView) -> int:
 
 
 def _room_bytes(view: InstanceView) -> float:
-    return KV_SHARE * (view.free_bytes + view.kv_bytes)
+    return KV_SHARE * (view.free_bytes + view.kv_bytes + view.idle_bytes)
 
 
 def find_batch(view: InstanceView, model: ModelName) -> BatchView | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from appliance.scheduling.demand import Demands
@@ -163,6 +164,9 @@ class Cluster:
         job, ledger = instance.job, instance.ledger
         turn = job if isinstance(job, TurnJob) and job.requests else None
         cold = sum(ledger.cold.values())
+        working = {instance.current_model, *instance.batches}
+        working.update([group.model for group in instance.groups])
+        idle = [slabs for model, slabs in ledger.weights.items() if model not in working]
         return InstanceView(
             id=instance.id,
             role=instance.placement.role,
@@ -188,6 +192,8 @@ class Cluster:
             free_bytes=(ledger.free_slabs + cold) * self._slab_bytes,
             kv_bytes=(sum(ledger.kv.values()) - cold) * self._slab_bytes,
             kv_short=instance.kv_short,
+            idle_bytes=sum(idle) * self._slab_bytes,
+            computing_requests=0 if job is None else job.prompt_count,
         )
 
     def _group_view(self, group: Group) -> GroupView:
@@ -238,6 +244,7 @@ class Cluster:
             name=model.name,
             weight_bytes=model.weight_bytes,
             kv_bytes_per_token=self._kv_bytes_per_token(model.name),
+            device_bytes_per_token=self._device_bytes_per_token(model.name),
             slo=model.slo,
             pinned=model.pinned,
             parts=1,
@@ -250,11 +257,19 @@ class Cluster:
             last_arrival=demand.updated,
             instances=model.instances,
             max_batch=model.max_batch,
+            max_sequences=math.inf if model.max_sequences is None else model.max_sequences,
         )
 
     def _kv_bytes_per_token(self, model: ModelName) -> int:
         shape = self.kv_shape(model)
         return 0 if shape is None else shape.bytes_per_token
+
+    def _device_bytes_per_token(self, model: ModelName) -> float:
+        shape = self.kv_shape(model)
+        if shape is None:
+            return 0.0
+        group_bytes = shape.group_blocks * shape.block_bytes
+        return shape.bytes_per_token * shape.group_slabs * self._slab_bytes / group_bytes
 
     def kv_shape(self, model: ModelName) -> KvShape | None:
         """The KV cache geometry of the model, if an instance has its engine. O(instances)."""

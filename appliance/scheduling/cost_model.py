@@ -66,6 +66,7 @@ class Estimates(msgspec.Struct, frozen=True):
     step_seconds: Callable[..., float]
     prefill_seconds: Callable[[ModelName, int], float]
     switch_seconds: Callable[[ModelName], float]
+    move_seconds: Callable[[int], float]
 
 
 FIRST_GUESS = StepTimes()
@@ -88,6 +89,8 @@ class CostModel:
         self._step_factor: dict[ModelName, float] = {}
         self._prefill_factor: dict[ModelName, float] = {}
         self._switch: dict[ModelName, float] = {}
+        self._move: tuple[float, float] | None = None
+        """Bytes of KV that a move has, and the seconds it takes."""
 
     def add(self, model: ModelSpec) -> None:
         """A model of which nothing was observed yet."""
@@ -101,7 +104,9 @@ class CostModel:
 
     def estimates(self) -> Estimates:
         """For readers."""
-        return Estimates(self.step_seconds, self.prefill_seconds, self.switch_seconds)
+        return Estimates(
+            self.step_seconds, self.prefill_seconds, self.switch_seconds, self.move_seconds
+        )
 
     def observe_turn(
         self, model: ModelName, steps: int, seconds: float, requests: int, kv_tokens: int
@@ -120,6 +125,14 @@ class CostModel:
             rate = moved_bytes / seconds
             self._load_bytes_per_second += SMOOTHING * (rate - self._load_bytes_per_second)
 
+    def observe_move(self, moved_bytes: int, seconds: float) -> None:
+        """KV came to a device or left it. Bytes and seconds are smoothed apart: small moves, which
+        take their latency, count as little as they move."""
+        if moved_bytes and seconds > 0:
+            size, took = self._move or (moved_bytes, seconds)
+            size += SMOOTHING * (moved_bytes - size)
+            self._move = size, took + SMOOTHING * (seconds - took)
+
     def observe_switch(self, model: ModelName, seconds: float) -> None:
         """All that came between ordering a turn of a model that was not there and its first
         step."""
@@ -136,6 +149,11 @@ class CostModel:
         """As observed; before that, the time its weights take to load."""
         loading = self._weight_bytes[model] / self._load_bytes_per_second
         return self._switch.get(model, loading)
+
+    def move_seconds(self, kv_bytes: int) -> float:
+        """As observed; before that, as long as weights of that size take."""
+        size, seconds = self._move or (self._load_bytes_per_second, 1.0)
+        return kv_bytes * seconds / size
 
     def _of(self, model: ModelName) -> StepTimes:
         return self._times.get(model, FIRST_GUESS)

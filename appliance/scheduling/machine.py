@@ -498,6 +498,7 @@ class Machine:
         instance.view = None
         if isinstance(instance.job, PrefillJob | TurnJob):
             instance.job.swap_seconds += event.seconds
+        self.costs.observe_move(event.moved_bytes, event.seconds)
         for name in (*event.moved, *event.missing):
             request = self.requests.get(name)
             if request is not None:

@@ -157,8 +157,10 @@ class InstanceView(Word, frozen=True):
     `computing_tokens` of prompts are computed now, of `current_model`; `prefills_since_turn` counts
     the prompts whose computing began since the last turn did. `resident` models
     have their weights on the device or on the way there; `kv_bytes` of `total_bytes` hold KV that
-    is in use, `free_bytes` nothing that is in use. `kv_short`: a prompt waits until requests of its
-    model end and leave room for its KV; the machine ends the turn of its model as soon as they do.
+    is in use, `free_bytes` nothing that is in use, `idle_bytes` weights of models that have nothing
+    to do there and did not run last: they leave, at no cost, where room is short. `kv_short`: a
+    prompt waits until requests of its model end and leave room for its KV; the machine ends the
+    turn of its model as soon as they do.
     """
 
     id: InstanceId
@@ -180,6 +182,9 @@ class InstanceView(Word, frozen=True):
     free_bytes: int
     kv_bytes: int
     kv_short: bool = False
+    idle_bytes: int = 0
+    computing_requests: int = 0
+    """So many prompts have the `computing_tokens`."""
 
     @property
     def load(self) -> int:
@@ -217,6 +222,11 @@ class ModelView(Word, frozen=True):
     batch_tokens_per_second: float = 0.0
     max_batch: float = math.inf
     """Most of its requests that an instance runs in one step; infinite if not limited."""
+    max_sequences: float = math.inf
+    """Most of its requests that decode, or wait to, on an instance; infinite if not limited."""
+    device_bytes_per_token: float = 0.0
+    """What a token of KV takes of `total_bytes` of an instance: the part of one of its GPUs, and
+    what slabs leave over; 0 as `kv_bytes_per_token`."""
 
     def fits(self, instance: InstanceId) -> bool:
         """Whether the instance can serve it."""
@@ -241,6 +251,9 @@ class Costs(Protocol):
 
     def switch_seconds(self, model: ModelName) -> float:
         """Bringing a model in that is not resident."""
+
+    def move_seconds(self, kv_bytes: int) -> float:
+        """Moving so much KV from a device to the host, or back."""
 
 
 # --- answers -------------------------------------------------------------------------------------

@@ -250,6 +250,7 @@ class BuildJob:
 
     model: ModelName
     prompt_tokens: ClassVar[int] = 0
+    prompt_count: ClassVar[int] = 0
 
 
 @dataclass(slots=True)
@@ -258,6 +259,7 @@ class PrefillJob:
     how long prompts take."""
 
     model: ModelName
+    prompt_count: ClassVar[int] = 1
     request: RequestId
     prompt_tokens: int
     warm: bool
@@ -301,6 +303,10 @@ class TurnJob:
     """Whether a request of its model was left out because its KV had no room."""
     resume_seconds: float = 0.0
     """The quota, if the turn is ended only to take in more of its model: the rest is run then."""
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompts)
 
 
 @dataclass(slots=True)

@@ -32,9 +32,11 @@ class FixedCosts:
         per_kv_token: float = 0.0,
         steps: Mapping[str, float] | None = None,
         switches: Mapping[str, float] | None = None,
+        link_bytes_per_second: float = math.inf,
     ) -> None:
         self.step, self.per_token, self.switch = step, per_token, switch
         self.per_kv_token = per_kv_token
+        self.link_bytes_per_second = link_bytes_per_second
         self.steps, self.switches = dict(steps or {}), dict(switches or {})
 
     def step_seconds(self, model: str, requests: int = 1, kv_tokens: int = 0) -> float:
@@ -45,6 +47,9 @@ class FixedCosts:
 
     def switch_seconds(self, model: str) -> float:
         return self.switches.get(model, self.switch)
+
+    def move_seconds(self, kv_bytes: int) -> float:
+        return kv_bytes / self.link_bytes_per_second
 
 
 def request_view(
@@ -231,6 +236,7 @@ def model_view(
         last_arrival=last_arrival,
         instances=instances,
         max_batch=max_batch,
+        device_bytes_per_token=kv_bytes_per_token,
     )
 
 

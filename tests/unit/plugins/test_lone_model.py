@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from appliance.plugins.appliance import APART_TURN_SECONDS, Appliance
+from appliance.plugins.lone_model import SETTLING_SECONDS
 from appliance.plugins.shedding import Shed
 from appliance.scheduling.policy_api import (
     InstanceView,
@@ -237,6 +238,36 @@ def test_an_instance_that_decodes_gets_no_more_requests_than_a_step_has() -> Non
     assert len(moves) == 2 * len(decode)
 
 
+def test_an_instance_that_decodes_gets_no_more_sequences_than_it_may_have() -> None:
+    """Prompts that are computed there become some."""
+    policy = Appliance()
+    asked = structs.replace(model(), max_batch=64, max_sequences=12)
+    for second in range(SECONDS):
+        now = float(second)
+        policy.place(now=now, cluster=cluster_view(FOUR, asked), costs=COSTS)
+        policy.prefill(now=now, request=summary(now), instances=FOUR, costs=COSTS)
+    prefill, decode = sides(policy)
+    first = min(prefill)
+
+    def chosen(requests: int, computing: int = 0) -> int:
+        views = [lone(n, requests if n in decode else 0) for n in range(4)]
+        views = [structs.replace(view, computing_requests=computing) for view in views]
+        return policy.decode(request=summary(), prefilled_on=first, instances=views, costs=COSTS)
+
+    assert chosen(11) in decode
+    assert chosen(12) == first
+    assert chosen(9, computing=2) in decode
+    assert chosen(10, computing=2) == first
+    views = [lone(number, 10 if number in decode else 0) for number in range(4)]
+    moves = policy.flow(
+        instance=views[first],
+        requests=[decoding_view(f"r{n}", tokens=PROMPT, tbt=TBT) for n in range(60)],
+        others=[view for view in views if view.id != first],
+        costs=COSTS,
+    )
+    assert len(moves) == 2 * len(decode)
+
+
 def test_what_decodes_where_prompts_are_computed_goes_on_elsewhere() -> None:
     policy = apart()
     prefill, decode = sides(policy)
@@ -262,7 +293,7 @@ def test_where_nothing_is_apart_the_next_policy_says_what_goes_elsewhere() -> No
 
 
 def test_turns_are_short_so_that_requests_whose_kv_came_join() -> None:
-    policy, mixed = apart(), Appliance()
+    policy, mixed = apart(), Appliance(separate=False)
     view = instance_view(
         3,
         batches=(batch_view("a", deadline=200.0),),
@@ -280,6 +311,59 @@ def test_turns_are_short_so_that_requests_whose_kv_came_join() -> None:
     left = policy.preempt(now=0.04, instance=view, costs=COSTS)
     assert left == pytest.approx(APART_TURN_SECONDS - 0.04)
     assert mixed.preempt(now=0.04, instance=view, costs=COSTS) > left
+
+
+def test_turns_stay_short_until_kv_that_was_on_its_way_has_come() -> None:
+    policy = apart()
+    view = instance_view(
+        3, batches=(batch_view("a", deadline=200.0),), turn="a", current="a", resident=["a"]
+    )
+
+    def quota(now: float) -> float:
+        return policy.round(now=now, instance=view, costs=COSTS)[0].quota_seconds
+
+    last = float(SECONDS - 1)
+    others = cluster_view(FOUR, model(), model(name="b", requests=1))
+    policy.place(now=last + 1, cluster=others, costs=COSTS)
+    assert sides(policy)[1] == {0, 1, 2, 3}
+
+    assert quota(last + SETTLING_SECONDS - 0.1) == APART_TURN_SECONDS
+    assert quota(last + SETTLING_SECONDS) > APART_TURN_SECONDS
+
+
+def test_a_long_turn_that_began_before_ends_for_kv_that_comes_and_does_not_go_on() -> None:
+    """With 0 it would go on for the rest of its quota once the request has joined."""
+    view = instance_view(
+        3,
+        batches=(batch_view("a", deadline=200.0),),
+        turn="a",
+        turn_began=0.0,
+        current="a",
+        resident=["a"],
+    )
+
+    assert 0 < apart().preempt(now=float(SECONDS), instance=view, costs=COSTS) < 0.01
+
+
+def test_one_strict_stream_does_not_decide_the_chunks_of_all() -> None:
+    """While instances are apart. It does where they mix."""
+    batch = batch_view("a", 4, kv_tokens=4 * PROMPT, tbt=0.02, deadline=100.0)
+    view = instance_view(
+        0,
+        batches=(batch,),
+        groups=(group_view("a", tokens=PROMPT, deadline=100.0),),
+        current="a",
+        resident=["a"],
+    )
+
+    def chunk(of: Appliance, shown: InstanceView) -> int:
+        return of.batch(now=float(SECONDS), model="a", instance=shown, costs=COSTS).chunk_tokens
+
+    usual = structs.replace(
+        view, batches=(structs.replace(batch, slo=Slo(ttft_seconds=TTFT, tbt_seconds=TBT)),)
+    )
+    assert chunk(apart(), view) == chunk(apart(), usual) > 0
+    assert chunk(Appliance(), view) == 0
 
 
 def test_a_prompt_in_a_hurry_makes_no_steps_late_where_instances_are_apart() -> None:
@@ -300,9 +384,9 @@ def test_a_prompt_in_a_hurry_makes_no_steps_late_where_instances_are_apart() -> 
 
 @pytest.mark.parametrize(("late", "step"), [("prompts", 1), ("steps", -1), ("both", 0)])
 def test_the_number_of_those_that_prefill_follows_what_is_late(late: str, step: int) -> None:
-    views = [lone(number, 4) for number in range(16)]
+    views = [lone(number, 4) for number in range(30)]
     policy = apart(views)
-    prefill, _ = sides(policy, 16)
+    prefill, _ = sides(policy, 30)
     waits = instance_view(
         0, groups=(group_view("a", deadline=0.0, ttft=TTFT),), resident=["a"], kv_bytes=0
     )
@@ -314,9 +398,9 @@ def test_the_number_of_those_that_prefill_follows_what_is_late(late: str, step: 
         views = [view if view.id in prefill else lone(view.id, 60) for view in views]
 
     for second in range(SECONDS, SECONDS + 3):
-        policy.place(now=float(second), cluster=cluster_view(views, model(4.0)), costs=COSTS)
+        policy.place(now=float(second), cluster=cluster_view(views, model(8.0)), costs=COSTS)
 
-    assert len(sides(policy, 16)[0]) == len(prefill) + step
+    assert len(sides(policy, 30)[0]) == len(prefill) + step
 
 
 def test_where_all_steps_are_too_long_prompts_go_where_fewest_wait() -> None:
@@ -391,11 +475,106 @@ def test_a_request_with_a_target_of_its_own_makes_no_steps_of_others_late(tbt: f
     assert chosen(40) == min(prefill)
 
 
-def test_nothing_is_apart_unless_it_is_asked_for() -> None:
-    policy = Appliance()
-    told(policy, FOUR)
+def test_nothing_is_apart_if_that_is_asked_for() -> None:
+    policy, as_it_ships = Appliance(separate=False), Appliance()
+    for one in (policy, as_it_ships):
+        told(one, FOUR)
 
     assert sides(policy)[1] == {0, 1, 2, 3}
+    assert sides(as_it_ships) == sides(apart())
+
+
+def test_weights_of_idle_models_leave_room_for_kv() -> None:
+    """As much as what is free: the same number prefills, and what decodes goes there."""
+    full = [structs.replace(view, free_bytes=0, idle_bytes=view.free_bytes) for view in FOUR]
+    policy = apart(full)
+    prefill, decode = sides(policy)
+    assert (prefill, decode) == sides(apart())
+
+    idle = [structs.replace(lone(n, free=0), idle_bytes=40 * GIB) for n in range(4)]
+    first = min(prefill)
+    assert (
+        policy.decode(request=summary(), prefilled_on=first, instances=idle, costs=COSTS) in decode
+    )
+    late = [
+        structs.replace(view, groups=lone(0, waiting=20).groups) if view.id in prefill else view
+        for view in idle
+    ]
+    choice = policy.prefill(now=float(SECONDS), request=summary(), instances=late, costs=COSTS)
+    assert choice.instance in decode
+
+    pinned = [structs.replace(view, idle_bytes=0) for view in full]
+    assert sides(apart(pinned))[1] == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("gigabytes", "any_apart"), [(300, True), (10, True), (1, False)])
+def test_a_link_that_is_too_slow_for_kv_keeps_all_mixed(gigabytes: int, any_apart: bool) -> None:
+    policy = Appliance()
+    costs = SummaryCosts(per_token=0.00012, link_bytes_per_second=1e9 * gigabytes)
+    for second in range(SECONDS):
+        now = float(second)
+        policy.place(now=now, cluster=cluster_view(FOUR, model()), costs=costs)
+        policy.prefill(now=now, request=summary(now), instances=FOUR, costs=costs)
+
+    assert (sides(policy)[1] != {0, 1, 2, 3}) == any_apart
+
+
+def test_where_steps_wait_for_kv_an_instance_decodes_fewer_requests() -> None:
+    def most(gigabytes: int) -> int:
+        policy = Appliance()
+        costs = SummaryCosts(per_token=0.00012, link_bytes_per_second=1e9 * gigabytes)
+        for second in range(SECONDS):
+            now = float(second)
+            policy.place(now=now, cluster=cluster_view(FOUR, model()), costs=costs)
+            policy.prefill(now=now, request=summary(now), instances=FOUR, costs=costs)
+        prefill, decode = sides(policy)
+
+        def takes(requests: int) -> bool:
+            views = [lone(n, requests if n in decode else 0) for n in range(4)]
+            target = policy.decode(
+                request=summary(), prefilled_on=min(prefill), instances=views, costs=costs
+            )
+            return target in decode
+
+        return next(requests for requests in range(60) if not takes(requests))
+
+    assert 0 < most(10) < most(300)
+
+
+def test_as_long_as_costs_do_not_know_what_a_request_adds_nothing_is_apart() -> None:
+    """Decoding would look free."""
+    policy = Appliance()
+    flat = FixedCosts(step=0.0234, per_token=0.00012)
+    for second in range(SECONDS):
+        now = float(second)
+        policy.place(now=now, cluster=cluster_view(FOUR, model()), costs=flat)
+        policy.prefill(now=now, request=summary(now), instances=FOUR, costs=flat)
+
+    assert sides(policy)[1] == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("separated", [True, False])
+def test_without_any_instance_that_is_up_nothing_fails(separated: bool) -> None:
+    policy = apart() if separated else Appliance()
+    down = [structs.replace(view, up=False) for view in FOUR]
+    for second in range(SECONDS, SECONDS + 3):
+        cluster = cluster_view(down, model())
+        assert len(policy.place(now=float(second), cluster=cluster, costs=COSTS)) == len(down)
+
+    assert sides(policy)[1] == {0, 1, 2, 3}
+
+
+def test_an_instance_that_comes_back_without_the_model_gets_prompts_at_the_next_plan() -> None:
+    policy = apart()
+    prefill, _ = sides(policy)
+    lost = min(prefill)
+    empty = structs.replace(instance_view(lost), current_model=None)
+    for down in (structs.replace(empty, up=False), empty):
+        views = [down if view.id == lost else lone(view.id, 4, waiting=3) for view in FOUR]
+        policy.place(now=float(SECONDS), cluster=cluster_view(views, model()), costs=COSTS)
+
+    choice = policy.prefill(now=float(SECONDS), request=summary(), instances=views, costs=COSTS)
+    assert choice.instance == lost
 
 
 def test_none_is_refused_while_instances_are_apart() -> None:
@@ -408,7 +587,7 @@ def test_none_is_refused_while_instances_are_apart() -> None:
     assert isinstance(answer, PrefillChoice)
     assert answer.instance in decode
 
-    mixed = Appliance(shed=Shed.HOPELESS)
+    mixed = Appliance(separate=False, shed=Shed.HOPELESS)
     told(mixed, FOUR)
     answer = mixed.prefill(now=float(SECONDS), request=summary(), instances=busy, costs=COSTS)
     assert isinstance(answer, Refusal)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from appliance.plugins.separation import (
     FEWEST_INSTANCES,
+    GAIN,
+    LEAST_ROOM,
     PATIENCE,
     REST_SECONDS,
     ModelLoad,
@@ -37,6 +39,8 @@ loads = st.builds(
     limit_seconds=st.floats(1e-3, 0.5),
     room=st.floats(0.1, 1e4) | st.just(math.inf),
     most=st.integers(1, 1024) | st.just(math.inf),
+    kv_seconds=st.floats(0, 1),
+    target_seconds=st.floats(1e-3, 0.5) | st.just(math.inf),
 )
 pressures = st.builds(Pressure, st.booleans(), st.booleans())
 observations = st.lists(st.tuples(loads, st.floats(0, 1e3), pressures), max_size=80)
@@ -78,7 +82,9 @@ def test_only_what_carries_more_is_chosen(load: ModelLoad, instances: int) -> No
 def test_longer_prompts_carry_less(
     load: ModelLoad, instances: int, prefill: int, times: float
 ) -> None:
-    longer = load._replace(prompt_seconds=load.prompt_seconds * times)
+    longer = load._replace(
+        prompt_seconds=load.prompt_seconds * times, kv_seconds=load.kv_seconds * times
+    )
     prefill = min(prefill, instances - 1)
 
     assert longer.carried_mixed(instances) <= load.carried_mixed(instances) * (1 + 1e-9)
@@ -100,6 +106,66 @@ def test_kv_that_has_no_room_leaves_more_to_decode() -> None:
     short = SUMMARIES._replace(room=8.0)
 
     assert 0 < short.best(8, 0) < SUMMARIES.best(8, 0)
+
+
+@given(loads, st.integers(3, 12))
+def test_the_fewest_prefill_of_those_that_carry_hardly_less(
+    load: ModelLoad, instances: int
+) -> None:
+    if chosen := load.best(instances, 0):
+        carried = [load.carried_apart(count, instances) for count in range(1, instances)]
+        assert carried[chosen - 1] * (1 + GAIN) >= max(carried)
+        assert all([rate * (1 + GAIN) < max(carried) for rate in carried[: chosen - 1]])
+
+
+@given(loads)
+def test_where_there_is_little_room_nothing_is_apart(load: ModelLoad) -> None:
+    little = load._replace(room=0.99 * LEAST_ROOM)
+
+    assert [little.best(8, known) for known in range(8)] == [0] * 8
+
+
+@given(loads, st.integers(3, 9), st.floats(1, 100))
+def test_slower_links_carry_less(load: ModelLoad, instances: int, times: float) -> None:
+    slower = load._replace(kv_seconds=load.kv_seconds * times)
+
+    assert slower.carried_mixed(instances) == load.carried_mixed(instances)
+    for count in range(1, instances):
+        before = load.carried_apart(count, instances)
+        assert slower.carried_apart(count, instances) <= before * (1 + 1e-9)
+
+
+def test_a_link_bounds_what_is_prefilled() -> None:
+    """KV that takes a link longer than its prompt takes the instance."""
+    quick = SUMMARIES._replace(answer_tokens=3000.0, room=1e6, limit_seconds=0.5)
+    slow = quick._replace(kv_seconds=2 * quick.prompt_seconds)
+
+    assert quick._replace(answer_tokens=1.0).carried_apart(1, 4) >= 1 / quick.prompt_seconds
+    assert slow._replace(answer_tokens=30.0).carried_apart(1, 4) < 0.5 / quick.prompt_seconds
+
+
+def test_answers_too_short_for_what_a_move_takes_are_not_apart() -> None:
+    """The mean time between their tokens would be over the target, however short steps are."""
+    load = SUMMARIES._replace(target_seconds=0.05)
+
+    assert load.best(4, 0) > 0
+    for short in (
+        load._replace(answer_tokens=5.0),
+        load._replace(answer_tokens=20.0, kv_seconds=0.3),
+    ):
+        assert [short.carried_apart(count, 4) for count in (1, 2, 3)] == [0.0] * 3
+        assert short.best(4, 2) == 0
+
+
+def test_a_link_that_turns_slow_mixes_what_was_apart() -> None:
+    separation = Separation()
+    assert settled(SUMMARIES._replace(kv_seconds=0.004), 4, 2.0, separation) > 0
+
+    slow = SUMMARIES._replace(kv_seconds=0.5)
+    for second in range(100, 150):
+        separation.observe(float(second), slow, 4, 2.0, Pressure())
+
+    assert separation.prefill == 0
 
 
 def test_what_one_instance_does_besides_is_counted() -> None:

@@ -139,6 +139,30 @@ def test_a_load_that_took_nothing_says_nothing(moved_bytes: int, seconds: float)
     assert costs.switch_seconds("a") == FIRST_GUESS_OF_A_GIGABYTE
 
 
+@pytest.mark.parametrize(("moved_bytes", "seconds"), [(0, 1.0), (1000, 0.0)])
+def test_kv_is_expected_to_move_as_weights_load_until_it_did(
+    moved_bytes: int, seconds: float
+) -> None:
+    """A move that moved or took nothing says nothing either."""
+    costs = cost_model()
+
+    costs.observe_move(moved_bytes, seconds)
+
+    assert costs.move_seconds(GIGABYTE) == FIRST_GUESS_OF_A_GIGABYTE
+
+
+def test_small_moves_of_kv_say_little() -> None:
+    """Bytes and seconds are smoothed apart, and what moves says nothing about weights."""
+    costs = cost_model()
+    costs.observe_move(GIGABYTE, 0.1)
+    assert costs.move_seconds(GIGABYTE) == pytest.approx(0.1)
+
+    costs.observe_move(10**6, 0.001)
+
+    assert 0.1 < costs.move_seconds(GIGABYTE) < 0.101
+    assert costs.switch_seconds("a") == FIRST_GUESS_OF_A_GIGABYTE
+
+
 @given(st.integers(10**8, 10**11))
 def test_the_load_rate_converges(rate: int) -> None:
     """Loads at one speed are expected at that speed in the end, whatever the first guess was."""

@@ -17,22 +17,26 @@ class Chunked:
         return BatchLimits(requests=8, chunk_tokens=16)
 
 
+def computing(cluster: ClusterDouble) -> tuple[int, int]:
+    view = cluster.machine.cluster.view(cluster.machine.instances[0])
+    return view.computing_requests, view.computing_tokens
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_prompt_shows_until_it_is_computed(beside: bool) -> None:
     """Alone or beside decoding, a prompt's tokens are shown from its start until its job ends."""
     cluster = ClusterDouble({"a": ModelDouble(4, shape())}, stranger=Chunked())
     cluster.start()
     cluster.settle()
-    instance = cluster.machine.instances[0]
     if beside:
         cluster.ask("before", "a", output=40)
         cluster.work_until(0, lambda: bool(cluster.commands(RunTurn)))
-    shown = {cluster.machine.cluster.view(instance).computing_tokens}
+    shown = {computing(cluster)}
 
     cluster.ask("r", "a", prompt=70)
     while cluster.work(0):
-        shown.add(cluster.machine.cluster.view(instance).computing_tokens)
+        shown.add(computing(cluster))
 
-    assert shown == {0, 70}
+    assert shown == {(0, 0), (1, 70)}
     assert len(cluster.commands(RunPrefill)) == 1
     assert any(command.prompts for command in cluster.commands(RunTurn)) is beside

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from appliance.scheduling.lifecycle import EngineStage, KvPlace
 from appliance.scheduling.recovery import MAX_REQUEST_LOSSES
 from appliance.scheduling.state import RequestState
@@ -19,7 +21,7 @@ from appliance.vocabulary import (
     RunTurn,
     TrimKv,
 )
-from tests.unit.doubles.cluster import SLO, ClusterDouble, shape
+from tests.unit.doubles.cluster import SLAB, SLO, ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 
 
@@ -377,3 +379,41 @@ def test_places_are_kept_while_they_are_read() -> None:
     cluster.settle()
     assert cluster.machine.request_book.pending_frees == {}
     assert cluster.machine.host.kv_slabs == 0
+
+
+def test_weights_of_models_with_nothing_to_do_are_shown_as_room() -> None:
+    """Not those of the model that ran last, nor of one that has work."""
+    cluster = ClusterDouble({name: ModelDouble(4, shape()) for name in "abc"}, slabs=20)
+    cluster.start()
+    cluster.settle()
+
+    def idle_slabs() -> int:
+        return cluster.machine.cluster.view(cluster.machine.instances[0]).idle_bytes // SLAB
+
+    assert idle_slabs() == 0
+    for name in "abc":
+        cluster.ask(name, name)
+        cluster.settle()
+    assert idle_slabs() == 8
+
+    cluster.ask("runs", "a", output=50)
+    assert idle_slabs() == 8
+    cluster.ask("waits", "b")
+    assert idle_slabs() == 4
+
+
+@pytest.mark.parametrize(("group_blocks", "group_slabs"), [(4, 2), (3, 1)])
+def test_a_token_takes_its_part_of_slabs(group_blocks: int, group_slabs: int) -> None:
+    """What the slabs of a group leave over counts, too. Before an engine is built nothing is
+    known."""
+    form = shape(group_blocks, group_slabs, block_bytes=320)
+    cluster = ClusterDouble({"a": ModelDouble(4, form)})
+
+    def token_bytes() -> float:
+        (model,) = cluster.machine.cluster.cluster_view(cluster.now).models
+        return model.device_bytes_per_token
+
+    assert token_bytes() == 0.0
+    cluster.start()
+    cluster.settle()
+    assert token_bytes() * form.block_tokens * group_blocks == pytest.approx(group_slabs * SLAB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -375,6 +376,15 @@ def test_a_pin_holds_from_now_on(pinned: bool) -> None:
 
     assert (cluster.machine.weight_cache.get("a") is not None) == pinned
     assert [c.model for c in cluster.commands(StoreWeights)[filled:] if c.fill] == ["c"]
+
+
+@pytest.mark.parametrize(("most", "shown"), [(None, math.inf), (3, 3)])
+def test_the_limit_of_sequences_is_shown_to_policies(most: int | None, shown: float) -> None:
+    cluster = ClusterDouble({"a": ModelDouble(4, shape())}, max_sequences=most)
+
+    (view,) = cluster.machine.cluster.cluster_view(cluster.now).models
+
+    assert view.max_sequences == shown
 
 
 def test_promises_are_shown_to_policies() -> None:
