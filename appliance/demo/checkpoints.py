@@ -90,9 +90,11 @@ def write_config(
     policy: str = "appliance",
     max_context: int = 1024,
     dtype: str = "auto",
+    short_turns: bool = False,
 ) -> Path:
     """Write ``appliance.toml`` for the checkpoints made in `directory`; returns its path. `runtime`
-    is for GPUs; `dtype` "auto" is what a model's recipe says.
+    is for GPUs; `dtype` "auto" is what a model's recipe says. With `short_turns` models take turns
+    sooner than they would with the default of the appliance's own policy.
 
     The default pool holds the weights of about a third of six models, and their KV cache.
     """
@@ -103,7 +105,8 @@ def write_config(
         f"memory = {json.dumps(memory)}\nslab = {json.dumps(slab)}\n"
         f"host_cache = {json.dumps(host_cache)}\n"
         + (f"runtime = {json.dumps(runtime)}\n" if runtime else ""),
-        f"[policy]\nuse = [{json.dumps(policy)}]\n",
+        f"[policy]\nuse = [{json.dumps(policy)}]\n"
+        + ("\n[policy.appliance]\nslack_target = 0.2\n" if short_turns else ""),
     ]
     sections += [
         f"[[model]]\nname = {json.dumps(name)}\n"

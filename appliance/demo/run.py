@@ -83,7 +83,12 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
         console.print(f"making six checkpoints in {place}")
         make_checkpoints(place, DEMO)
         file = write_config(
-            place, DEMO, instances=instances, policy=policy, bind=f"127.0.0.1:{free_port()}"
+            place,
+            DEMO,
+            instances=instances,
+            policy=policy,
+            bind=f"127.0.0.1:{free_port()}",
+            short_turns=True,
         )
         config = load_config(file)
         chats = burst([model.name for model in config.models], CHATS_PER_MODEL)
