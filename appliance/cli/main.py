@@ -18,6 +18,8 @@ import msgspec
 
 import appliance
 from appliance.checkpoints.adapters import full_name
+from appliance.checkpoints.parsers.choose import ChosenParsers
+from appliance.checkpoints.parsers.names import AUTO
 from appliance.cli.config import diff, log_level, reload
 from appliance.cli.docs import config as configdoc
 from appliance.cli.findings import Level
@@ -33,7 +35,8 @@ from appliance.cli.top import logs, top
 from appliance.client import checked, connect, event_lines, fail, get, unreachable, url_option
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
-from appliance.config.schema import Config
+from appliance.config.model_parsers import parsers_of
+from appliance.config.schema import Config, Model
 from appliance.config.sizing import read_model
 from appliance.errors import ApplianceError, ConfigError
 from appliance.units import human
@@ -167,6 +170,7 @@ def check(file: Path, as_json: bool) -> None:
     for warning in warnings(loaded):
         click.echo(f"warning: {warning}", err=True)
     entries = [read_model(model, loaded.devices) for model in loaded.models]
+    chosen = [parsers_of(model) for model in loaded.models]
     if as_json:
         print_json([
             {
@@ -177,8 +181,12 @@ def check(file: Path, as_json: bool) -> None:
                 "window_tokens": entry.kv.window, "state_bytes": entry.state_bytes,
                 "max_context": model.max_context,
                 "adapters": [full_name(model.name, one.name) for one in model.adapters],
+                "tool_parser": parsers.tools.name,
+                "tool_parser_reason": parsers.tools.reason,
+                "reasoning_parser": parsers.reasoning.name,
+                "reasoning_parser_reason": parsers.reasoning.reason,
             }
-            for entry, model in zip(entries, loaded.models, strict=True)
+            for entry, model, parsers in zip(entries, loaded.models, chosen, strict=True)
         ])  # fmt: skip
         return
     rows = []
@@ -189,7 +197,20 @@ def check(file: Path, as_json: bool) -> None:
             name = full_name(model.name, one.name)
             rows.append([name, "adapter", entry.dtype, "", "", model.max_context])
     print_table(["NAME", "ARCHITECTURE", "DTYPE", "WEIGHTS", "KV/TOKEN", "CONTEXT"], rows)
+    for model, parsers in zip(loaded.models, chosen, strict=True):
+        for line in _resolved(model, parsers):
+            click.echo(f"{model.name}: {line}")
     click.echo(f"{file}: fine")
+
+
+def _resolved(model: Model, parsers: ChosenParsers) -> Iterator[str]:
+    """What `auto` means for the model, and why."""
+    for name, asked, found in (
+        ("tool_parser", model.tool_parser, parsers.tools),
+        ("reasoning_parser", model.reasoning_parser, parsers.reasoning),
+    ):
+        if asked == AUTO and found.reason:
+            yield f'{name} = "{found.name}": {found.reason}'
 
 
 @config.command()
