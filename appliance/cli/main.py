@@ -20,6 +20,7 @@ import appliance
 from appliance.checkpoints.adapters import full_name
 from appliance.checkpoints.parsers.choose import ChosenParsers
 from appliance.checkpoints.parsers.names import AUTO
+from appliance.checkpoints.task import read_task
 from appliance.cli.config import diff, log_level, reload
 from appliance.cli.docs import config as configdoc
 from appliance.cli.findings import Level
@@ -170,7 +171,10 @@ def check(file: Path, as_json: bool) -> None:
     for warning in warnings(loaded):
         click.echo(f"warning: {warning}", err=True)
     entries = [read_model(model, loaded.devices) for model in loaded.models]
-    chosen = [parsers_of(model) for model in loaded.models]
+    chosen = [
+        parsers_of(model, entry.path, read_task(entry.path, model.task))
+        for entry, model in zip(entries, loaded.models, strict=True)
+    ]
     if as_json:
         print_json([
             {

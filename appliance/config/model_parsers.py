@@ -7,9 +7,9 @@ from pathlib import Path
 
 from appliance.checkpoints.parsers.choose import ChosenParsers, choose_parsers
 from appliance.checkpoints.parsers.names import AUTO, ParserKind, parser_names, remedy_for
-from appliance.checkpoints.task import read_task
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import Model
+from appliance.vocabulary import Task
 
 
 def check_parsers(models: Sequence[Model], report: ProblemReport) -> None:
@@ -22,8 +22,6 @@ def check_parsers(models: Sequence[Model], report: ProblemReport) -> None:
                 report.add(("model", index, kind.value), wrong, remedy_for(name, kind))
 
 
-def parsers_of(model: Model) -> ChosenParsers:
-    """Those that a model is served with. Raises `CheckpointError` for files that cannot be read."""
-    path = Path(model.path)
-    task = read_task(path, model.task)
+def parsers_of(model: Model, path: Path, task: Task) -> ChosenParsers:
+    """Those that a model for `task` is served with, whose checkpoint is in `path`."""
     return choose_parsers(path, model.tool_parser, model.reasoning_parser, task)

@@ -117,7 +117,7 @@ def served_model(
     task = check_task(entry.path, model.task)
     asked = model.pooler_config.chosen
     pooled = check_pooler(entry.path, task, asked)
-    parsers = parsers_of(model)
+    parsers = parsers_of(model, entry.path, task)
     return ServedModel(
         spec=ModelSpec(
             name=model.name,
