@@ -118,10 +118,14 @@ class IllegalTransition(ApplianceError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that was probably meant, or all there are."""
     known = list(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
+    if close := closest(word, known):
+        return f"did you mean {close}?"
     return f"use {alternatives(known)}" if known else "remove it"
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The known word that was probably meant; empty if none is near."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), "")
 
 
 def alternatives(words: Iterable[object]) -> str:

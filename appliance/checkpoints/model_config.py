@@ -61,6 +61,8 @@ class KnownModels(msgspec.Struct, frozen=True):
     endings: tuple[str, ...]
     """Of the names of architectures, in the order in which vLLM replaces one by another."""
     types: dict[str, ModelType]
+    parsers: dict[str, tuple[str, ...]]
+    """Names of vLLM's parsers, by the key of a model's table: `tool_parser`, `reasoning_parser`."""
 
 
 @cache

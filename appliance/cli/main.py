@@ -19,6 +19,9 @@ import msgspec
 
 import appliance
 from appliance.checkpoints.adapters import full_name
+from appliance.checkpoints.parsers.choose import ChosenParsers
+from appliance.checkpoints.parsers.names import AUTO
+from appliance.checkpoints.task import read_task
 from appliance.cli.config import diff, log_level, reload
 from appliance.cli.docs import config as configdoc
 from appliance.cli.findings import Level
@@ -35,7 +38,8 @@ from appliance.client import checked, connect, event_lines, fail, get, unreachab
 from appliance.config.checks import warnings
 from appliance.config.layers import ignored_rows
 from appliance.config.loader import load_config
-from appliance.config.schema import Config
+from appliance.config.model_parsers import parsers_of
+from appliance.config.schema import Config, Model
 from appliance.config.sizing import read_model
 from appliance.errors import ApplianceError, ConfigError
 from appliance.units import human
@@ -169,6 +173,10 @@ def check(path: Path, as_json: bool) -> None:
     for warning in [*warnings(loaded), *ignored_rows(path)]:
         click.echo(f"warning: {warning}", err=True)
     entries = [read_model(model, loaded.devices) for model in loaded.models]
+    chosen = [
+        parsers_of(model, entry.path, read_task(entry.path, model.task))
+        for entry, model in zip(entries, loaded.models, strict=True)
+    ]
     if as_json:
         print_json([
             {
@@ -179,8 +187,12 @@ def check(path: Path, as_json: bool) -> None:
                 "window_tokens": entry.kv.window, "state_bytes": entry.state_bytes,
                 "max_context": model.max_context,
                 "adapters": [full_name(model.name, one.name) for one in model.adapters],
+                "tool_parser": parsers.tools.name,
+                "tool_parser_reason": parsers.tools.reason,
+                "reasoning_parser": parsers.reasoning.name,
+                "reasoning_parser_reason": parsers.reasoning.reason,
             }
-            for entry, model in zip(entries, loaded.models, strict=True)
+            for entry, model, parsers in zip(entries, loaded.models, chosen, strict=True)
         ])  # fmt: skip
         return
     rows = []
@@ -191,7 +203,20 @@ def check(path: Path, as_json: bool) -> None:
             name = full_name(model.name, one.name)
             rows.append([name, "adapter", entry.dtype, "", "", model.max_context])
     print_table(["NAME", "ARCHITECTURE", "DTYPE", "WEIGHTS", "KV/TOKEN", "CONTEXT"], rows)
+    for model, parsers in zip(loaded.models, chosen, strict=True):
+        for line in _resolved(model, parsers):
+            click.echo(f"{model.name}: {line}")
     click.echo(f"{path}: fine")
+
+
+def _resolved(model: Model, parsers: ChosenParsers) -> Iterator[str]:
+    """What `auto` means for the model, and why."""
+    for name, asked, found in (
+        ("tool_parser", model.tool_parser, parsers.tools),
+        ("reasoning_parser", model.reasoning_parser, parsers.reasoning),
+    ):
+        if asked == AUTO and found.reason:
+            yield f'{name} = "{found.name}": {found.reason}'
 
 
 @config.command()

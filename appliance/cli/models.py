@@ -166,6 +166,7 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("batch", f"at most {facts['max_batch']} requests"),
         *_adapters(facts),
+        *_parsers(facts),
         ("files", facts["path"]),
     ]
 
@@ -190,6 +191,15 @@ def _adapters(facts: dict[str, Any]) -> list[tuple[str, str]]:
     rank = facts["max_lora_rank"]
     room = f"{len(names)} of {places} places, for ranks up to {rank}" if rank else "a fixed list"
     return [("adapters", f"{', '.join(names) or 'none'} ({room})")]
+
+
+def _parsers(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What reads calls of tools and reasoning, and why, or why nothing does."""
+    found = []
+    for name, key in (("tool parser", "tool_parser"), ("reasoning", "reasoning_parser")):
+        if reason := facts.get(f"{key}_reason"):
+            found.append((name, f"{facts[key] or 'none'} ({reason})"))
+    return found
 
 
 def _terms(terms: dict[str, Any]) -> list[tuple[str, str]]:

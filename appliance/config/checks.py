@@ -33,6 +33,7 @@ from appliance.checkpoints.quantized.quantization import method_of, multiplied
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.groups import check_groups, devices_of, plan_instances, unused_groups
 from appliance.config.machine_room import check_machine
+from appliance.config.model_parsers import check_parsers
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import (
     Api,
@@ -76,6 +77,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_names(config.models, report)
     _check_speculate(config.models, report)
     _check_gaps(config.models, report)
+    check_parsers(config.models, report)
     if check_files:
         for key, path in (
             (("journal", "path"), config.journal.path),

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from appliance.checkpoints.adapters import ADAPTER_NAME, MAX_ADAPTERS, MAX_RANK
 from appliance.checkpoints.drafts import LONGEST_LOOKUP, MOST_DRAFTED, NGRAM, Speculation
+from appliance.checkpoints.parsers.names import AUTO as AUTO_PARSER
 from appliance.checkpoints.task import AskedTask, PoolerValue
 from appliance.hookspecs import HOOKS
 from appliance.platform.admin_socket import AUTO
@@ -780,14 +781,16 @@ class Model(Section, kw_only=True):
         str,
         Meta(
             description="vLLM's parser of its tool calls, such as `hermes` or `llama3_json`; "
-            '"" if it has none: it cannot choose to call tools then.'
+            "`auto` for the one that its family and chat template call for "
+            '(docs/structured-outputs.md), "" for none: it cannot choose to call tools then.'
         ),
-    ] = ""
+    ] = AUTO_PARSER
     reasoning_parser: Annotated[
         str,
         Meta(
             description="vLLM's parser of its reasoning, such as `qwen3` or `deepseek_r1`; "
-            '"" if it does not reason: all that it writes is its answer then.'
+            "`auto` for the one that its family and chat template call for, "
+            '"" for none: all that it writes is its answer then.'
         ),
     ] = ""
     max_logprobs: Annotated[

@@ -8,7 +8,9 @@ from appliance.checkpoints.adapters import full_name
 from appliance.checkpoints.architectures.task_adapters import served_task
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.parsers.choose import ChosenParsers
 from appliance.checkpoints.task import check_pooler, check_task
+from appliance.config.model_parsers import parsers_of
 from appliance.config.schema import Model
 from appliance.config.schema import SloTable as ConfiguredSlo
 from appliance.config.sizing import adapter_places, adapter_room
@@ -24,8 +26,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     spec: ModelSpec
     worker: WorkerModel
     created: int
-    tool_parser: str | None = None
-    reasoning_parser: str | None = None
+    parsers: ChosenParsers = ChosenParsers()
     return_tokens_as_token_ids: bool = False
     architecture: str = ""
     dtype: str = ""
@@ -58,8 +59,20 @@ class ServedModel(msgspec.Struct, frozen=True):
             adapters=self.adapters,
             max_loras=room.slots if room is not None else len(self.worker.adapters),
             max_lora_rank=room.rank if room is not None else 0,
+            tool_parser=self.parsers.tools.name,
+            tool_parser_reason=self.parsers.tools.reason,
+            reasoning_parser=self.parsers.reasoning.name,
+            reasoning_parser_reason=self.parsers.reasoning.reason,
             path=self.worker.path,
         )
+
+    @property
+    def tool_parser(self) -> str | None:
+        return self.parsers.tools.name or None
+
+    @property
+    def reasoning_parser(self) -> str | None:
+        return self.parsers.reasoning.name or None
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -104,6 +117,7 @@ def served_model(
     task = check_task(entry.path, model.task)
     asked = model.pooler_config.chosen
     pooled = check_pooler(entry.path, task, asked)
+    parsers = parsers_of(model, entry.path, task)
     return ServedModel(
         spec=ModelSpec(
             name=model.name,
@@ -124,7 +138,7 @@ def served_model(
             max_batch=model.max_batch,
             verify=model.verify,
             task=task,
-            reasoning_parser=model.reasoning_parser,
+            reasoning_parser=parsers.reasoning.name,
             max_logprobs=model.max_logprobs,
             pooler_config=asked | ({"task": pooled} if pooled else {}),
             images=model.images,
@@ -135,8 +149,7 @@ def served_model(
             embedding_task=model.embedding_task,
         ),
         created=entry.created,
-        tool_parser=model.tool_parser or None,
-        reasoning_parser=model.reasoning_parser or None,
+        parsers=parsers,
         return_tokens_as_token_ids=model.return_tokens_as_token_ids,
         architecture=entry.architecture,
         dtype=entry.dtype,

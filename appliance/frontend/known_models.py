@@ -74,6 +74,18 @@ def known_models() -> dict[str, Any]:
         "architectures": traits,
         "removed": dict(sorted(_PREVIOUSLY_SUPPORTED_MODELS.items())),
         "types": dict(_types()),
+        "parsers": known_parsers(),
+    }
+
+
+def known_parsers() -> dict[str, list[str]]:
+    """The names of vLLM's parsers, as its registries have them."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    return {
+        "tool_parser": sorted(ToolParserManager.list_registered()),
+        "reasoning_parser": sorted(ReasoningParserManager.list_registered()),
     }
 
 
@@ -258,6 +270,7 @@ def main() -> int:
         "architectures",
         "removed",
         "types",
+        "parsers",
     ):  # a line for each, so that changes can be read
         rows = [f"{json.dumps(key)}: {json.dumps(row)}" for key, row in found[name].items()]
         lines.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")

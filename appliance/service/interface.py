@@ -404,6 +404,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Places for adapters, taken or free."""
     max_lora_rank: int = 0
     """Of adapters that may come while it serves; 0: none may."""
+    tool_parser: str = ""
+    """vLLM's parser of its tool calls; empty for none."""
+    tool_parser_reason: str = ""
+    """Why it is this one, or why there is none: the configuration, or what of the checkpoint."""
+    reasoning_parser: str = ""
+    """vLLM's parser of its reasoning; empty for none."""
+    reasoning_parser_reason: str = ""
     path: str
 
 

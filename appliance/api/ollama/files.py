@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.parsers.templates import chat_template
 from appliance.errors import CheckpointError
 
 _SAMPLING: Final = {
@@ -45,7 +46,7 @@ def read_checkpoint(folder: str) -> Checkpoint:
     path = Path(folder)
     generation = _read(path / "generation_config.json")
     return Checkpoint(
-        template=_template(path),
+        template=chat_template(path),
         sampling={
             name: generation[key]
             for key, name in _SAMPLING.items()
@@ -63,22 +64,6 @@ def _shape(path: Path) -> dict[str, int]:
         return {}
     found = {name: config.get(key) for key, name in _SHAPE.items()}
     return {name: value for name, value in found.items() if isinstance(value, int)}
-
-
-def _template(path: Path) -> str:
-    try:
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        pass
-    for file in ("chat_template.json", "tokenizer_config.json"):
-        match _read(path / file).get("chat_template"):
-            case str() as template:
-                return template
-            case [*named]:
-                by_name = {one.get("name"): one for one in named if isinstance(one, dict)}
-                default = by_name.get("default") or next(iter(by_name.values()), {})
-                return str(default.get("template", ""))
-    return ""
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from appliance.frontend.serving.engine_client import FrontLLM
 from appliance.frontend.serving.held_text import keep_held_text
 from appliance.frontend.serving.media import prepare_in_turns
 from appliance.frontend.serving.mistral_chats import guard_chats
+from appliance.frontend.serving.parsing.failures import ParserFailed, adapt_parsers, check_parsers
 from appliance.frontend.serving.speech import SERVING as OF_SOUND
 from appliance.frontend.serving.speech import decode_in_turns
 from appliance.service.front_frames import FrontModel, ModelRefused
@@ -162,7 +163,8 @@ class ModelFronts:
             async with self._turn:
                 front = await asyncio.to_thread(build, self._core, model)
         except Exception as error:  # of the checkpoint's files, and of all that reads them
-            reason = f"{type(error).__name__}: {error}"
+            worded = isinstance(error, ParserFailed)
+            reason = str(error) if worded else f"{type(error).__name__}: {error}"
             log.error(
                 "the front half of a model cannot be built: %s",
                 reason,
@@ -202,11 +204,13 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     llm.input_processor.structured_outputs_config = None
     prepare_in_turns(llm.renderer)
     guard_chats(llm.renderer, sounds=bool(model.sounds))
+    check_parsers(model, llm.renderer.tokenizer)
     state = State()
     for name in SERVING:
         setattr(state, name, None)
     asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
     llm.engine_core.one_by_one = keep_held_text(state)
+    adapt_parsers(state, model)
     decode_in_turns(state)
     if model.pools_tokens:
         # vLLM would compare texts token by token in the worker that has seen the other one.

@@ -253,6 +253,7 @@ async def test_a_context_need_not_be_given(client: httpx.AsyncClient, path: Path
         ({"name": "c", "path": "new", "dtype": "int8"}, 400, "dtype"),
         ({"name": "c", "path": "new", "enabled": False}, 400, "enabled"),
         ({"name": "c", "path": "nowhere"}, 422, "is not a directory"),
+        ({"name": "c", "path": "new", "tool_parser": "hermez"}, 422, "did you mean hermes?"),
         ({"name": "c", "path": "new", "max_context": 4096}, 422, "more than the model's 2048"),
         ({"name": "c", "path": "new", "max_batch": 0}, 400, "max_batch"),
         ({"name": "c", "path": "new", "size": 1}, 400, "size"),

@@ -121,6 +121,24 @@ async def test_adapters_are_shown(
     assert f"adapters      {line}" in shown.stdout.splitlines()
 
 
+async def test_parsers_are_shown_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """One that was chosen, one that the configuration names, and why there is none."""
+    facts = msgspec.structs.replace(
+        MODEL.facts,
+        tool_parser="hermes",
+        tool_parser_reason="model type qwen3, and <tool_call> in the chat template",
+        reasoning_parser_reason="there is no chat template",
+    )
+    monkeypatch.setattr(OneModel, "model", msgspec.structs.replace(MODEL, facts=facts))
+
+    lines = (await call("org/small")).stdout.splitlines()
+
+    assert "tool parser   hermes (model type qwen3, and <tool_call> in the chat template)" in lines
+    assert "reasoning     none (there is no chat template)" in lines
+
+
 @pytest.mark.parametrize(
     ("architecture", "line"),
     [

@@ -1,0 +1,1 @@
+"""Which parsers of vLLM's read the tool calls and the reasoning of a checkpoint's model."""

@@ -1,0 +1,1 @@
+"""What is changed of vLLM's parsers of tool calls and reasoning."""

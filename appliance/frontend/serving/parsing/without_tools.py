@@ -1,0 +1,49 @@
+"""A parser of tool calls leaves answers alone that cannot have any.
+
+Parsers on vLLM's parser engine read every answer, and have every request show special tokens, also
+where a client sends no tools. A model that gets its tool parser unasked (`auto`) has to answer such
+requests as it did without one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.parser.abstract_parser import Parser
+
+
+@cache
+def left_without_tools(parser: type[Parser]) -> type[Parser]:
+    """The same parser, which does nothing where there are no tools to call; itself if it reads
+    reasoning as well, which answers have with and without tools."""
+    if parser.reasoning_parser_cls is not None:
+        return parser
+    return type(f"{parser.__name__}ForTools", (_OnlyForTools, parser), {})
+
+
+class _OnlyForTools(Parser):  # type: ignore[misc]  # vLLM has no types
+    def adjust_request(self, request: Any) -> Any:
+        return super().adjust_request(request) if _may_call(request) else request
+
+    def parse(
+        self, model_output: str, request: Any, *args: Any, **kwargs: Any
+    ) -> tuple[str | None, str | None, Any]:
+        if not _may_call(request):
+            return None, model_output, None
+        found: tuple[str | None, str | None, Any] = super().parse(
+            model_output, request, *args, **kwargs
+        )
+        return found
+
+    def parse_delta(
+        self, delta_text: str, delta_token_ids: list[int], request: Any, *args: Any, **kwargs: Any
+    ) -> DeltaMessage | None:
+        if not _may_call(request):
+            return DeltaMessage(content=delta_text)
+        return super().parse_delta(delta_text, delta_token_ids, request, *args, **kwargs)
+
+
+def _may_call(request: Any) -> bool:
+    return bool(request.tools) and request.tool_choice != "none"
