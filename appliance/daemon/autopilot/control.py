@@ -373,6 +373,8 @@ class Control:
                 "`journal.max_size`, and restart the daemon"
             )
             return [self._note(at, AutopilotStep.FAILED, reason)]
+        if seen.promises == Promises():
+            return []  # a daemon that starts for minutes is not charged for an empty journal
         if not self._budget.charge(at.seconds, self._charge):
             return []  # it begins as soon as enough of the last hour is over
         self._next = at.seconds + self.terms.interval_seconds

@@ -15,12 +15,10 @@ from appliance.lab.experiments.metrics import InTime
 
 LEAST_ERROR = 0.01
 """That two replays differ in the last digit does not mean that the next minutes will."""
-STANDARD_ERRORS = 2.0
-"""By so many the truth is off in one case of twenty."""
 
 
 def difference_error(current: Sequence[Score], other: Sequence[Score], requests: int) -> float:
-    """Two standard errors of how far the other policy is ahead in the mean of replays, but never
+    """The standard error of how far the other policy is ahead in the mean of replays, but never
     less than `LEAST_ERROR`, or two of so many `requests`; replay k of both is of the same window.
     NaN if fewer than two parts of the window have anything in them."""
     parts = len(current[0].parts)
@@ -38,7 +36,7 @@ def difference_error(current: Sequence[Score], other: Sequence[Score], requests:
     mean = math.fsum(without) / len(without)
     squares = math.fsum((one - mean) ** 2 for one in without)
     standard_error = math.sqrt((len(without) - 1) / len(without) * squares)
-    return max(STANDARD_ERRORS * standard_error, LEAST_ERROR, 2 / requests)
+    return max(standard_error, LEAST_ERROR, 2 / requests)
 
 
 def _but(parts: Sequence[InTime], left_out: int) -> list[InTime]:

@@ -460,6 +460,15 @@ def test_parameters_set_by_hand_come_along() -> None:
     assert desk.advise(advice(current=old)) == [Use(choice=replace(NEW, parameters=old.parameters))]
 
 
+def test_nothing_is_charged_before_there_is_a_request() -> None:
+    """However long the daemon takes to start; the first replay begins as soon as there is one."""
+    desk = Desk()
+    assert desk.run(5000, requests_per_second=0) == []
+    assert desk.control.report(desk.moment).cpu_seconds == 0
+    (begun,) = desk.run(1, requests_per_second=1)
+    assert isinstance(begun, StartReplay)
+
+
 def test_nothing_is_applied_that_could_not_be_watched() -> None:
     """Without requests before, nobody could say that it is worse."""
     desk = Desk()

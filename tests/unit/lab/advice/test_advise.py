@@ -16,7 +16,13 @@ from appliance.lab.advice.advise import Advice, advise
 from appliance.lab.advice.cpu_time import CpuMeter, OutOfCpuTime
 from appliance.lab.advice.halving import OUT_OF_BUDGET
 from appliance.lab.advice.roles import conflict
-from appliance.lab.advice.window import current_choice, observed, replayed, window_of
+from appliance.lab.advice.window import (
+    current_choice,
+    observed,
+    replayed,
+    value_of,
+    window_of,
+)
 from appliance.lab.experiments.run import Contender
 from appliance.lab.replay.journal_part import last_part
 from appliance.lab.replay.journal_workload import recording
@@ -298,6 +304,10 @@ def test_a_replay_is_like_what_happened(right: Path) -> None:
     assert not hasattr(again, "questions")
     assert again.value == pytest.approx(then.value, abs=0.05)  # type: ignore[union-attr]
     assert again.refused == then.refused == 0  # type: ignore[union-attr]
+    for one in (then, again):
+        assert value_of(one.parts) == pytest.approx(one.value)  # type: ignore[union-attr]
+        assert sum(part.requests for part in one.parts) <= window.requests(found.setting)  # type: ignore[union-attr]
+        assert all(part.requests for part in one.parts)  # type: ignore[union-attr]
 
 
 def test_roles_that_leave_a_model_without_an_instance(wrong: Path) -> None:

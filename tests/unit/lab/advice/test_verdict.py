@@ -165,13 +165,13 @@ def test_what_both_replays_do_wrong_is_no_error() -> None:
     assert difference_error([low], [high], MANY) == LEAST_ERROR
 
 
-def test_the_error_is_two_standard_errors_of_the_difference() -> None:
+def test_the_error_is_the_standard_error_of_the_difference() -> None:
     """Of means of as many parts as there are, half of which differ by so much more than the rest;
     the value is the mean of two shares, of which one does not differ."""
     same = score(0.5)
     other = score(0.5, each=[0.5, 0.9] * (PARTS // 2))
     deviation = 0.2 * math.sqrt(PARTS / (PARTS - 1))
-    expected = 2 * deviation / math.sqrt(PARTS) / 2
+    expected = deviation / math.sqrt(PARTS) / 2
     assert difference_error([same], [other], MANY) == pytest.approx(expected, rel=0.01)
     assert difference_error([same] * 3, [other] * 3, MANY) == pytest.approx(expected, rel=0.01)
 
