@@ -362,7 +362,8 @@ class _Requests:
         passed = np.where(paused, np.maximum(passed, self.produced + 1), passed)
         passed = np.clip(passed, 0, self.output)
         passed = np.where(self.finished, 0, np.where(self.rejected, self.output, passed))
-        return np.maximum(passed, self.produced).astype(np.int64)
+        due: Ints = np.maximum(passed, self.produced).astype(np.int64)
+        return due
 
     def token_attainment(self) -> float:
         return _ratio(int(self.kept().sum()), float(self.due_tokens().sum()))

@@ -17,6 +17,7 @@ from appliance.lab.advice.cpu_time import CpuMeter, OutOfCpuTime
 from appliance.lab.advice.halving import OUT_OF_BUDGET
 from appliance.lab.advice.roles import conflict
 from appliance.lab.advice.window import (
+    Score,
     current_choice,
     observed,
     replayed,
@@ -301,13 +302,13 @@ def test_a_replay_is_like_what_happened(right: Path) -> None:
     window = window_of(found, 10.0)
     then = observed(found, window)
     again = replayed(found, window, Contender("appliance", ("appliance",)), seed=1)
-    assert not hasattr(again, "questions")
-    assert again.value == pytest.approx(then.value, abs=0.05)  # type: ignore[union-attr]
-    assert again.refused == then.refused == 0  # type: ignore[union-attr]
+    assert isinstance(again, Score)
+    assert again.value == pytest.approx(then.value, abs=0.05)
+    assert again.refused == then.refused == 0
     for one in (then, again):
-        assert value_of(one.parts) == pytest.approx(one.value)  # type: ignore[union-attr]
-        assert sum(part.requests for part in one.parts) <= window.requests(found.setting)  # type: ignore[union-attr]
-        assert all(part.requests for part in one.parts)  # type: ignore[union-attr]
+        assert value_of(one.parts) == pytest.approx(one.value)
+        assert sum(part.requests for part in one.parts) <= window.requests(found.setting)
+        assert all(part.requests for part in one.parts)
 
 
 def test_roles_that_leave_a_model_without_an_instance(wrong: Path) -> None:
