@@ -125,10 +125,9 @@ def _print(found: Advice) -> None:
     for left_out in found.unsuited:
         click.echo(f"not tried: {left_out.policy}: {left_out.reason}")
     click.echo(_counted(found, len(shown)))
-    error = found.verdict.error
     click.echo(
-        f"the lab's error here: {_points(error)}, the largest difference between its replays under"
-        f" {name} and what was recorded"
+        f"the lab's level error here: {_points(found.level_error)}, the largest difference between"
+        f" its replays under {name} and what was recorded"
     )
     click.echo(
         f"CPU time: {found.cpu_seconds:.1f} s of {found.cpu_budget_seconds:g} s, at the lowest"

@@ -89,7 +89,7 @@ class Recommendation(Word, frozen=True):
     gain: float | None
     """Of the winner, or else of the best other candidate, in its worst replay."""
     error: float | None
-    """Of the lab."""
+    """By which the gain may be off."""
     reason: str
     observed: float | None
     """What was kept in the window, in truth."""

@@ -1,18 +1,19 @@
 """A daemon with the wrong policy finds a better one, and one with bad advice goes back by itself.
 
-Not part of `make test`: the autopilot applies what wins by more than the lab's error, which is that
-of a machine without other work (`make test-autopilot`).
+Not part of `make test`: replays have the lowest priority, so on a busy machine they wait for long
+(`make test-autopilot`). The tests wait for the autopilot's own events.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +49,34 @@ import sys
 from appliance.service.policy_report import PolicyChoice
 
 IN_LAB, IN_TEST = "appliance.lab.advice.advise" in sys.modules, "pytest" in sys.modules
-SEEN = set()
 if IN_LAB:
     from appliance.lab.advice import advise
     from appliance.lab.advice.candidates import Candidate
     from appliance.lab.advice.verdict import Verdict
 
-    def planted(name, current, finalists, error):
+    def planted(*compared):
         me = Candidate(name="two_faced", choice=PolicyChoice(use=("two_faced",)))
         return Verdict(candidate=me, gain=0.5, error=0.05, reason="It was planted.")
 
     advise.verdict = planted
 
 """
-SLOW = """
+"""Has the lab recommend the policy; in a daemon it is bad. The test replays its journal, and need
+not sleep for that."""
+REFUSES = """
+    @hookimpl
+    def prefill(self, request):
+        if not IN_LAB:
+            return Refusal(reason="planted")
+"""
+SLEEPS = """
     @hookimpl
     def prefill(self, request):
         if not (IN_LAB or IN_TEST):
-            if request.id not in SEEN:
-                SEEN.add(request.id)
-                time.sleep(0.6)
+            time.sleep(5.0)
 """
-"""Of a policy that has the lab recommend it, and in a daemon holds up each request for longer than
-its target."""
+"""For much longer than a policy's budget, which is what it may hold up the daemon for: after three
+such answers it is not asked any more."""
 
 
 @contextmanager
@@ -94,26 +100,33 @@ def daemon(
 class Load:
     """Requests that keep coming."""
 
-    def __init__(self, client: httpx.AsyncClient, every_seconds: float, long: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, long: int) -> None:
         """`long` is the length of long answers."""
         self._client = client
-        self.every_seconds = every_seconds
         self._long = long
         self.texts: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
         """What was answered, by model and length."""
+        self.answered = 0
+        self.progress = asyncio.Event()
+        """Set with each answer."""
+        self.refused = 0
+        """By the planted policy."""
         self.wrong: list[str] = []
+        self.asked = 0
 
-    async def run(self, over: asyncio.Event) -> int:
-        """Until it is over, and all are answered; how many there were."""
-        asked = []
+    async def run(self, over: asyncio.Event) -> None:
+        """Until it is over, and all are answered."""
+        loop, waiting = asyncio.get_running_loop(), []
+        began = loop.time()
         while not over.is_set():
-            number = len(asked)
-            length = SHORT if number % LONG_EACH else self._long
-            one = self._ask(NAMES[number % len(NAMES)], length)
-            asked.append(asyncio.create_task(one))
-            await asyncio.sleep(self.every_seconds)
-        await asyncio.gather(*asked)
-        return len(asked)
+            length = SHORT if self.asked % LONG_EACH else self._long
+            one = self._ask(NAMES[self.asked % len(NAMES)], length)
+            waiting.append(asyncio.create_task(one))
+            self.asked += 1
+            due = began + self.asked * EVERY_SECONDS
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), max(0.0, due - loop.time()))
+        await asyncio.gather(*waiting)
 
     async def _ask(self, model: str, length: int) -> None:
         answer = await self._client.post(
@@ -129,34 +142,58 @@ class Load:
         found = answer.json()
         if answer.status_code == 200 and found["usage"]["completion_tokens"] == length:
             self.texts[model, length].add(found["choices"][0]["text"])
+            self.answered += 1
+            self.progress.set()
+        elif answer.status_code == 503 and "planted" in found["error"]["message"]:
+            self.refused += 1
         else:
             self.wrong.append(answer.text)
 
 
-async def until_judged(client: httpx.AsyncClient, load: Load, then: float) -> dict[str, Any]:
-    """The report, when what the autopilot applied was confirmed or rolled back. Requests come every
-    `then` seconds from when it was applied."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            report = (await client.get("/api/policies")).raise_for_status().json()
-            steps = {note["what"] for note in report["autopilot"]["notes"]}
-            if "applied" in steps:
-                load.every_seconds = then
-            if steps & {"confirmed", "rolled_back"}:
-                return report
-            await asyncio.sleep(0.5)
+async def autopilot_notes(client: httpx.AsyncClient) -> AsyncIterator[dict[str, Any]]:
+    """What the autopilot does from now on; each is printed, too."""
+    async with client.stream("GET", "/api/events") as answer:
+        name = ""
+        async for line in answer.aiter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: ") and name == "autopilot":
+                note = json.loads(line.removeprefix("data: "))["facts"]
+                sys.stdout.write(f"{note['what']}: {note['reason']}\n")
+                yield note
 
 
-async def served(url: str, then: float, long: int) -> tuple[dict[str, Any], Load, int]:
+async def judged(client: httpx.AsyncClient, load: Load) -> dict[str, Any]:
+    """What it did until something that it applied was confirmed or rolled back, by kind, the newest
+    of each. The load begins with it."""
+    over, notes = asyncio.Event(), {}
+    running = asyncio.create_task(load.run(over))
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            async for note in autopilot_notes(client):
+                notes[note["what"]] = note
+                if note["what"] in ("confirmed", "rolled_back"):
+                    break
+        # Policies decide again that answer all.
+        since = load.answered
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while load.answered < since + len(NAMES):
+                load.progress.clear()
+                await load.progress.wait()
+    finally:
+        over.set()
+        await running
+    return notes
+
+
+async def served(url: str, long: int) -> tuple[dict[str, Any], dict[str, Any], Load]:
+    """What the autopilot did, the report of policies at the end, and the requests."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS, limits=limits) as client:
-        load, over = Load(client, EVERY_SECONDS, long), asyncio.Event()
-        running = asyncio.create_task(load.run(over))
-        try:
-            report = await until_judged(client, load, then)
-        finally:
-            over.set()
-        return report, load, await running
+        load = Load(client, long)
+        notes = await judged(client, load)
+        report = (await client.get("/api/policies")).raise_for_status().json()
+        return notes, report, load
 
 
 def reaped_cpu_seconds(pid: int) -> float:
@@ -184,64 +221,62 @@ class Meter:
         assert 0 < spent <= charged <= CPU_SHARE * HOUR_SECONDS
 
 
-def check_nothing_lost(appliance: Appliance, load: Load, asked: int) -> None:
-    """All requests were answered, with the same text before, during and after the changes, each
-    prompt was computed once, and the journal replays to the same commands."""
+def check_nothing_lost(appliance: Appliance, load: Load) -> None:
+    """All requests that were not refused were answered, with the same text before, during and after
+    the changes, each prompt was computed once, and the journal replays to the same commands."""
     assert load.wrong == []
+    assert load.answered + load.refused == load.asked
     assert {key: len(texts) for key, texts in load.texts.items()} == dict.fromkeys(load.texts, 1)
     assert {model for model, _ in load.texts} == set(NAMES)
     metrics = appliance.metrics()
     prefills = sum(v for (name, _), v in metrics.items() if name == "appliance_prefills_total")
-    assert prefills == asked
+    assert prefills == load.answered
     assert journal.replay(appliance.journal)[1] == []
-
-
-def notes_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The last of each kind."""
-    for note in report["autopilot"]["notes"]:
-        sys.stdout.write(f"{note['what']}: {note['reason']}\n")
-    return {note["what"]: note for note in report["autopilot"]["notes"]}
 
 
 def test_a_wrong_policy_is_replaced(checkpoints: Path, tmp_path: Path) -> None:
     """Within some replays of its own journal."""
     slo = 'slo = { ttft = "500ms", tbt = "200ms" }'
-    more = 'autopilot_cpu = "15s"\nautopilot_window = "30s"\nautopilot_watch = "8s"\n'
+    more = 'autopilot_cpu = "15s"\nautopilot_window = "30s"\nautopilot_watch = "10s"\n'
     with daemon(checkpoints, tmp_path, WRONG, slo, more) as appliance:
         meter = Meter(appliance.pid)
-        report, load, asked = asyncio.run(served(appliance.url, EVERY_SECONDS, LONG))
-        notes = notes_of(report)
+        notes, report, load = asyncio.run(served(appliance.url, LONG))
         meter.check(report)
         assert notes["applied"]["choice"]["use"] != [WRONG]
         assert notes["applied"]["gain"] > notes["applied"]["error"]
         assert report["previous"][0]["use"] == [WRONG]
-        check_nothing_lost(appliance, load, asked)
+        assert load.refused == 0
+        check_nothing_lost(appliance, load)
 
 
+@pytest.mark.parametrize("bad", [REFUSES, SLEEPS], ids=["refuses", "sleeps"])
 def test_bad_advice_is_rolled_back(
-    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bad: str, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy that an operator installed has the lab recommend it, and is bad: the daemon applies
-    it, sees that clients get less, goes back by itself, and remembers that. Fewer requests come
-    once it decides: it stops the daemon for each, and with as many the backlog would grow."""
+    it, sees that clients get less or that it does not answer, goes back by itself, and remembers
+    that."""
     plugins = tmp_path / "plugins"
     plugins.mkdir()
-    install(plugins, PLANTED, SLOW, head=HEAD.replace("import math", f"{FACES}import math"))
+    install(plugins, PLANTED, bad, head=HEAD.replace("import math", f"{FACES}import math"))
     monkeypatch.syspath_prepend(plugins)
     path = os.pathsep.join(filter(None, (str(plugins), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", path)
-    slo = 'slo = { ttft = "500ms", tbt = "1s" }'
+    slo = 'slo = { ttft = "60s", tbt = "10s" }'
     more = 'autopilot_cpu = "5s"\nautopilot_window = "30s"\nautopilot_watch = "20s"\n'
-    more += 'budget = "10s"\n'
     with daemon(checkpoints, tmp_path, RIGHT, slo, more) as appliance:
         meter = Meter(appliance.pid)
-        report, load, asked = asyncio.run(served(appliance.url, 0.7, SHORT))
-        notes = notes_of(report)
+        notes, report, load = asyncio.run(served(appliance.url, SHORT))
         meter.check(report)
         assert notes["applied"]["choice"]["use"] == [PLANTED]
         back = notes["rolled_back"]
         assert back["choice"]["use"] == report["active"]["use"] == [RIGHT]
-        assert back["after"] < back["before"] - back["error"]
+        if bad == REFUSES:
+            assert back["after"] < back["before"] - back["error"]
+            assert load.refused > 0
+        else:
+            assert back["reason"] == f"policy {PLANTED} failed too often"
+            assert load.refused == 0
         barred = read_barred(barred_path(str(appliance.journal)))
         assert [one.choice.use for one in barred] == [(PLANTED,)]
-        check_nothing_lost(appliance, load, asked)
+        check_nothing_lost(appliance, load)

@@ -46,6 +46,12 @@ LEAST_REQUESTS: Final = 20
 """To judge a change by, before it and after it: with fewer, one request is five points."""
 LONGEST_WATCH: Final = 4
 """Times `watch_seconds` it waits for so many requests."""
+FIRST_SHARE: Final = 0.5
+"""Of `watch_seconds`: from then on it goes back as soon as the loss is clear."""
+STANDARD_ERRORS: Final = 2.0
+"""Of a loss that counts when the watch is over."""
+CLEAR_ERRORS: Final = 3.0
+"""Standard errors of a loss that is clear before the watch is over: it is looked for often."""
 LEAST_TICK_SECONDS: Final = 0.1
 FIRST_RETRY_SECONDS: Final = 5.0
 LONGEST_RETRY_SECONDS: Final = 300.0
@@ -367,6 +373,8 @@ class Control:
                 "`journal.max_size`, and restart the daemon"
             )
             return [self._note(at, AutopilotStep.FAILED, reason)]
+        if seen.promises == Promises():
+            return []  # a daemon that starts for minutes is not charged for an empty journal
         if not self._budget.charge(at.seconds, self._charge):
             return []  # it begins as soon as enough of the last hour is over
         self._next = at.seconds + self.terms.interval_seconds
@@ -430,7 +438,7 @@ class Control:
         starved = few and got.unanswered >= LEAST_REQUESTS
         patient = few and not (starved and got.requests == 0)
         over = seconds >= self.terms.watch_seconds * (LONGEST_WATCH if patient else 1)
-        if not (over or seen.ailing):
+        if not (over or seen.ailing or self._clearly_bad(change, got, seconds)):
             return []
         after = got.value
         if seen.ailing:
@@ -452,6 +460,14 @@ class Control:
             change.found, change.before, change.target, change.kept, after=after, back=reason
         )
         return [self._bar(at, change.target), Use(choice=change.before)]
+
+    def _clearly_bad(self, change: _Changing, got: Promises, seconds: float) -> bool:
+        """Whether so much is lost that the rest of the watch need not be waited for."""
+        if seconds < FIRST_SHARE * self.terms.watch_seconds:
+            return False
+        if got.requests < LEAST_REQUESTS:
+            return got.requests == 0 and got.unanswered >= LEAST_REQUESTS
+        return bool(_worse(change, got, seconds, CLEAR_ERRORS))
 
     def _leave(self, at: Moment, choice: PolicyChoice) -> list[Action]:
         """Others decide than those that it applied, of which nothing was reported."""
@@ -530,14 +546,17 @@ class Control:
 
 
 def _wins(found: Recommendation) -> bool:
-    """By more than the lab's error."""
+    """By more than the error of that."""
     return found.gain is not None and found.error is not None and found.gain > found.error
 
 
-def _worse(change: _Changing, got: Promises, seconds: float) -> str:
+def _worse(
+    change: _Changing, got: Promises, seconds: float, standard_errors: float = STANDARD_ERRORS
+) -> str:
     """Why what came after a change is less than what was before; empty if it is not by more than
-    the lab's error, and than two standard errors of such a share of so many requests."""
-    before, after, margin = change.kept.value, got.value, _margin(change, got)
+    the advice's error, and than some standard errors of such a share of so many requests."""
+    before, after = change.kept.value, got.value
+    margin = _margin(change, got, standard_errors)
     assert before is not None, "it has requests"
     assert after is not None, "it has requests"
     fewer = min(change.kept.requests, got.requests)
@@ -545,12 +564,12 @@ def _worse(change: _Changing, got: Promises, seconds: float) -> str:
         return ""
     return (
         f"{after:.1%} of tokens and requests were in time in {seconds:.0f} s, and {before:.1%}"
-        f" before, which is worse by more than {margin:.1%}, the larger one of the lab's error"
+        f" before, which is worse by more than {margin:.1%}, the larger one of the advice's error"
         f" and what {fewer} requests differ by"
     )
 
 
-def _margin(change: _Changing, got: Promises) -> float:
+def _margin(change: _Changing, got: Promises, standard_errors: float = STANDARD_ERRORS) -> float:
     """By which what clients got before a change and after it may differ without a meaning."""
     before, after, error = change.kept.value, got.value, change.found.error
     assert before is not None, "it has requests"
@@ -558,7 +577,7 @@ def _margin(change: _Changing, got: Promises) -> float:
     assert error is not None, "only what wins by more than the error is applied"
     of_both, fewer = change.kept.requests + got.requests, min(change.kept.requests, got.requests)
     share = (before * change.kept.requests + after * got.requests) / of_both
-    return max(error, 2 * math.sqrt(share * (1 - share) / fewer))
+    return max(error, standard_errors * math.sqrt(share * (1 - share) / fewer))
 
 
 def _evidence(change: _Changing) -> dict[str, float | None]:

@@ -1,8 +1,6 @@
 """Reads a journal, replays its last minutes under the candidates, and says what to set.
 
-The lab learns the box from twice as many minutes, or more until a load was seen. Its error is
-looked for in two ways: in replays of the whole window, and in a replay of the window's second half
-by a lab that learned from what came before, as the next minutes will be, too.
+The lab learns the box from twice as many minutes, or more until a load was seen.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ import msgspec
 from appliance.errors import ApplianceError, LabError
 from appliance.lab.advice.candidates import Candidate, Unsuited, candidates
 from appliance.lab.advice.cpu_time import OutOfCpuTime
-from appliance.lab.advice.halving import BASELINE, Halving, Rung, Trial
+from appliance.lab.advice.halving import BASELINE, OUT_OF_BUDGET, Halving, Rung, Trial
 from appliance.lab.advice.roles import conflict
-from appliance.lab.advice.verdict import Finalist, Verdict, lab_error, verdict
+from appliance.lab.advice.verdict import Finalist, Verdict, level_error, verdict
 from appliance.lab.advice.window import (
     LEAST_REQUESTS,
     WARMUP_SECONDS,
@@ -35,9 +33,9 @@ from appliance.lab.advice.window import (
     window_of,
 )
 from appliance.lab.experiments.run import Setting
-from appliance.lab.replay.journal_part import JournalPart, last_part
+from appliance.lab.replay.journal_part import last_part
 from appliance.lab.replay.journal_workload import JournalRecording, contender_of, recording
-from appliance.policies.loader import installed
+from appliance.policies.loader import installed, load_stack
 from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Word
 
@@ -50,7 +48,7 @@ LEAST_IN_SHORT = LEAST_REQUESTS // 2
 LEARNED_FROM = 2
 """Times the minutes that are replayed are read: from these the lab learns how fast the box is."""
 NOISY_REPLAYS = 3
-"""Of the whole window, where times vary."""
+"""Of the whole window, of the current policy and the best other one, where times vary."""
 STOPPED = "its replay took more CPU time than was left"
 
 
@@ -92,6 +90,8 @@ class Advice(Word, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     """The current policy first, then the best."""
     unsuited: tuple[Unsuited, ...]
+    level_error: float
+    """How far replays under the current policy are from what was recorded, at most."""
     verdict: Verdict
     cpu_seconds: float
     cpu_budget_seconds: float
@@ -118,13 +118,7 @@ def advise(
     def left() -> float:
         return cpu_seconds - (meter.seconds() - began)
 
-    part, found, window = _within(
-        meter, left(), lambda: _read(path, minutes, configured), "to read it"
-    )
-    pair = _within(
-        meter, left(), lambda: _held_out(path, part, found, window), "to measure its error"
-    )
-    done()
+    found, window = _within(meter, left(), lambda: _read(path, minutes, configured), "to read it")
     tried, unsuited = _within(
         meter,
         left(),
@@ -137,7 +131,6 @@ def advise(
     search.run(done)
     return search.advice(
         path=path,
-        pair=pair,
         unsuited=unsuited,
         cpu_seconds=meter.seconds() - began,
         budget_seconds=cpu_seconds,
@@ -157,10 +150,10 @@ def _within(meter: Meter, seconds: float, work: Callable[[], T], purpose: str) -
 
 def _read(
     path: Path, minutes: float, configured: PolicyChoice | None
-) -> tuple[JournalPart, JournalRecording, Window]:
-    """The part of the journal that is read, what is in it, and what is replayed."""
+) -> tuple[JournalRecording, Window]:
+    """What is in the part of the journal that is read, and what is replayed."""
     field = "--from" if configured is None else "journal.path"
-    part, found = _read_part(path, minutes, field)
+    found = _read_part(path, minutes, field)
     now = current_choice(found)
     if configured is not None and configured != now:
         raise LabError(
@@ -168,10 +161,11 @@ def _read(
             " configuration has now. Reload the configuration and let the box serve, or give"
             f" --from {path} for advice on the policy of the journal"
         )
-    return part, found, window_of(found, minutes, field)
+    load_stack(now).close()  # what is not installed cannot be compared with
+    return found, window_of(found, minutes, field)
 
 
-def _read_part(path: Path, minutes: float, field: str) -> tuple[JournalPart, JournalRecording]:
+def _read_part(path: Path, minutes: float, field: str) -> JournalRecording:
     """As much of the journal's end as the lab needs: four times as much each time, until it has a
     load of weights."""
     seconds = LEARNED_FROM * 60 * minutes + WARMUP_SECONDS
@@ -180,7 +174,7 @@ def _read_part(path: Path, minutes: float, field: str) -> tuple[JournalPart, Jou
             part = last_part(path, seconds)
             found = recording(path, part=part)
             if found.link_known or part.begin == last_part(path, math.inf).begin:
-                return part, found
+                return found
             seconds *= 4
     except (OSError, msgspec.DecodeError, LabError) as error:
         raise LabError(
@@ -189,25 +183,16 @@ def _read_part(path: Path, minutes: float, field: str) -> tuple[JournalPart, Jou
         ) from None
 
 
-def _held_out(
-    path: Path, part: JournalPart, found: JournalRecording, window: Window
-) -> tuple[Score, Score]:
-    """The window's second half of requests: replayed by a lab that learned from what was before,
-    and as it was."""
-    arrived = [one.seconds for one in found.setting.arrivals if one.seconds >= window.begin]
-    middle = arrived[len(arrived) // 2]
-    half = window.last((window.end - middle) / window.seconds)
-    before = recording(path, lambda seconds: seconds < middle, part)
-    replay = replayed(before, half, contender_of(current_choice(found)), seed=0)
-    if isinstance(replay, Failed):
-        raise LabError(_failed_now(replay))
-    return replay, observed(found, half)
-
-
-def _failed_now(failed: Failed) -> str:
+def _not_replayed(reason: str) -> str:
+    """Why nothing can be compared with the current policy, and what to do."""
+    if reason in (STOPPED, OUT_OF_BUDGET):
+        return (
+            f"--cpu-seconds: the current policy could not be replayed over all minutes ({reason})."
+            " Give more, or fewer --minutes"
+        )
     return (
-        f"policy: the current policy could not answer {failed.questions} questions of the replay"
-        f" ({failed.first}), so nothing can be compared with it. `appliance policy test` says more"
+        f"policy: the current policy cannot be replayed, so nothing can be compared with it:"
+        f" {reason}. `appliance policy test` says more"
     )
 
 
@@ -260,11 +245,8 @@ class _Search:
             else:
                 self._halving.failed(trial, played, cost)
             done()
-        if BASELINE in self._halving.dropped:
-            raise LabError(
-                "--cpu-seconds: the current policy could not be replayed over all minutes"
-                f" ({self._halving.dropped[BASELINE].reason}). Give more, or fewer --minutes"
-            )
+        if (dropped := self._halving.dropped.get(BASELINE)) is not None:
+            raise LabError(_not_replayed(dropped.reason))
 
     def _play(self, trial: Trial) -> Score | str:
         """Its score, or why there is none."""
@@ -290,17 +272,14 @@ class _Search:
         self,
         *,
         path: Path,
-        pair: tuple[Score, Score],
         unsuited: Sequence[Unsuited],
         cpu_seconds: float,
         budget_seconds: float,
     ) -> Advice:
-        """What came of it; `pair` is the replay of what the lab did not learn from."""
+        """What came of it."""
         last = len(self._rungs) - 1
         now, really = self._scores[BASELINE, last], observed(self._found, self._window)
         requests = self._window.requests(self._found.setting)
-        compared = now[: self._halving.replays]
-        error = lab_error([pair, *((score, really) for score in now)], requests)
         finalists = [
             Finalist(candidate=self._tried[number], scores=tuple(self._scores[number, last]))
             for number in self._halving.finalists()
@@ -311,10 +290,11 @@ class _Search:
             seconds=self._window.seconds,
             requests=requests,
             current=self._tried[BASELINE].choice,
-            observed=really,
+            observed=msgspec.structs.replace(really, parts=()),
             rows=tuple(self._rows()),
             unsuited=tuple(unsuited),
-            verdict=verdict(self._tried[BASELINE].name, compared, finalists, error),
+            level_error=level_error(now, really),
+            verdict=verdict(self._tried[BASELINE].name, now, finalists, really, requests),
             cpu_seconds=cpu_seconds,
             cpu_budget_seconds=budget_seconds,
         )
@@ -324,19 +304,15 @@ class _Search:
         current, *others = rows
         return [current, *sorted(others, key=lambda row: (-row.share, -_known(row.difference)))]
 
-    def _compared(self, number: int, rung: int) -> list[Score]:
-        """On the last rung, those replays that the finalists have, too."""
-        scores = self._scores[number, rung]
-        return scores[: self._halving.replays] if rung + 1 == len(self._rungs) else scores
-
     def _row(self, number: int) -> Row:
         reached = self._halving.reached(number)
         dropped = self._halving.dropped.get(number)
-        scores = [] if reached is None else self._compared(number, reached)
+        scores = [] if reached is None else self._scores[number, reached]
         score = mean_score(scores) if scores else None
         difference = math.nan
         if score is not None and reached is not None:
-            difference = score.value - mean_score(self._compared(BASELINE, reached)).value
+            same = self._scores[BASELINE, reached][: len(scores)]
+            difference = score.value - mean_score(same).value
         return Row(
             candidate=self._tried[number],
             share=0.0 if reached is None else self._rungs[reached].share,

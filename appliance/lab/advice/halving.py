@@ -2,8 +2,9 @@
 
 Sans-IO: `Halving` says what to replay next, and is given the score and what that cost. It starts
 no replay that it expects to go beyond the budget. Candidate 0 is the *baseline*: it takes part in
-every rung, first, and is never dropped. On the last rung it and the best other one, the *leader*,
-are replayed in turn: there are as many such pairs as the budget suffices for.
+every rung, first, and is never dropped. On the last rung all that are left are replayed once; then
+the baseline and the best other one, the *leader*, are replayed in turn, as often as the budget
+suffices for both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Rung(Word, frozen=True):
 
     share: float
     replays: int = 1
-    """On the last rung: fewer if the budget does not suffice for the leader."""
+    """On the last rung those of the baseline and the leader, at most; others have one."""
     warmup: float = 0.0
     """That is replayed before, as a share of the window, too."""
 
@@ -84,10 +85,8 @@ class Halving:
         self._queue = list(range(candidates))
         """Candidates that still have to pass this rung, the one that is at it first. On the last
         rung, without the baseline."""
-        self._replays = rungs[-1].replays
-        """To make on the last rung, as far as it is known what the budget suffices for."""
-        self._settled = False
-        """Whether that many were made of the leader."""
+        self._over = False
+        """Whether the leader has no more replays on the last rung."""
         if len(rungs) == 1:
             self._queue.remove(BASELINE)
 
@@ -95,12 +94,6 @@ class Halving:
     def spent_seconds(self) -> float:
         """CPU time of all replays so far."""
         return self._spent
-
-    @property
-    def replays(self) -> int:
-        """Of each finalist on the last rung. Of the baseline there may be more, to which no other
-        can be compared."""
-        return self._replays
 
     def next(self) -> Trial | None:
         """The next replay to make; None when the search is over."""
@@ -121,37 +114,31 @@ class Halving:
         return None
 
     def _next_of_last(self) -> Trial | None:
-        """Replay k of the baseline, then of the leader; those of all others at the end."""
-        base = len(self._scores[BASELINE][self._rung])
-        if base == 0:
+        """One of the baseline and of each other, then pairs of the baseline and the leader."""
+        scores = [rows[self._rung] for rows in self._scores]
+        if not scores[BASELINE]:
             if self._affords(BASELINE):
                 return Trial(BASELINE, self._rung, 0)
             self._drop(BASELINE, OUT_OF_BUDGET)
             return None
         while self._queue:
             candidate = self._queue[0]
-            done = len(self._scores[candidate][self._rung])
-            if done >= self._replays:
-                self._settled = True
+            if scores[candidate]:
                 del self._queue[0]
-            elif done == base and self._affords(BASELINE, candidate):
-                return Trial(BASELINE, self._rung, base)
-            elif done < base and self._affords_next(candidate, done):
-                return Trial(candidate, self._rung, done)
-            elif done == 0:
-                self._drop(candidate, OUT_OF_BUDGET)
+            elif self._affords(candidate):
+                return Trial(candidate, self._rung, 0)
             else:
-                self._replays = done
-        if not self._settled:
-            self._replays = base
+                self._drop(candidate, OUT_OF_BUDGET)
+        others = [number for number in self.finalists() if number != BASELINE]
+        if self._over or not others:
+            return None
+        leader = max(others, key=lambda number: (len(scores[number]), _mean(scores[number])))
+        done = len(scores[leader])
+        if len(scores[BASELINE]) > done:
+            return Trial(leader, self._rung, done) if self._affords(leader) else None
+        if done < self._rungs[-1].replays and self._affords(BASELINE, leader):
+            return Trial(BASELINE, self._rung, done)
         return None
-
-    def _affords_next(self, candidate: int, done: int) -> bool:
-        """Whether there is budget for the next replay of the leader; of another candidate, which
-        is of no use with fewer than the leader has, for all that it needs."""
-        if not self._settled:
-            return self._affords(candidate)
-        return done > 0 or self._affords(*[candidate] * self._replays)
 
     def _affords(self, *candidates: int) -> bool:
         """Whether there is budget for a replay of each on the last rung."""
@@ -175,20 +162,22 @@ class Halving:
         self._drop(trial.candidate, reason)
 
     def stopped(self, trial: Trial, reason: str, cpu_seconds: float) -> None:
-        """The replay took all that it may: its candidate is given up, except after a pair of whole
-        replays on the last rung, which then has no more."""
-        if self._is_last and trial.replay > 0 and not self._settled:
+        """The replay took all that it may: its candidate is given up, except after a whole replay
+        on the last rung, after which there are no more."""
+        if self._is_last and trial.replay > 0:
             self._pay(trial, cpu_seconds)
-            self._replays = trial.replay
+            self._over = True
         else:
             self.failed(trial, reason, cpu_seconds)
 
     def reached(self, candidate: int) -> int | None:
         """The last rung that a candidate has passed; None if it has passed none."""
+        dropped = self.dropped.get(candidate)
         passed = [
             number
             for number, rung in enumerate(self._rungs)
             if len(self._scores[candidate][number]) >= self._needed(number, rung)
+            and (dropped is None or dropped.rung != number or dropped.reason == LOST)
         ]
         return passed[-1] if passed else None
 
@@ -202,7 +191,7 @@ class Halving:
         return self._rung + 1 == len(self._rungs)
 
     def _needed(self, number: int, rung: Rung) -> int:
-        return self._replays if number + 1 == len(self._rungs) else rung.replays
+        return 1 if number + 1 == len(self._rungs) else rung.replays
 
     def _pay(self, trial: Trial, cpu_seconds: float) -> None:
         self._spent += cpu_seconds

@@ -1,27 +1,24 @@
-"""Whether another policy is recommended: only what wins by more than the lab is wrong by.
+"""Whether another policy is recommended: only what wins by more than the error of that difference.
 
-The lab's *error* is how far its replays under the current policy are from what really happened.
+How far the lab's replays are from what really happened (its *level error*) does not decide: what it
+does wrong, it does wrong for both policies. But nothing wins more than clients really missed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from appliance.lab.advice.candidates import Candidate
+from appliance.lab.advice.paired_error import difference_error
 from appliance.lab.advice.window import Score
 from appliance.vocabulary import Word
 
-LEAST_ERROR = 0.01
-"""That a replay was like what happened to the last digit does not mean that the next will be."""
-
-
-LARGE_ERROR = 0.15
-"""With this the lab does not know the box."""
-
 
 class Finalist(Word, frozen=True, kw_only=True):
-    """A candidate that was replayed over the whole window, as often as the current policy."""
+    """A candidate that was replayed over the whole window, at most as often as the current
+    policy."""
 
     candidate: Candidate
     scores: tuple[Score, ...]
@@ -34,50 +31,64 @@ class Verdict(Word, frozen=True, kw_only=True):
     candidate: Candidate | None
     gain: float
     """By how much the recommended candidate, or else the best other one, is ahead of the current
-    policy in its worst replay: in the mean of the shares of tokens and of requests in time. NaN if
-    there is no other."""
+    policy in its worst replay: in the mean of the shares of tokens and of requests in time, but at
+    most what clients really missed. NaN if there is no other."""
     error: float
-    """Of the lab, a share, too."""
+    """Of that difference, a share, too."""
     reason: str
 
 
-def lab_error(pairs: Iterable[tuple[Score, Score]], requests: int) -> float:
+@dataclass(frozen=True)
+class _Compared:
+    """A finalist and the current policy, on the same requests."""
+
+    candidate: Candidate
+    gain: float
+    error: float
+    loses: bool
+    """More than the error in one of both shares, on average: what is won in tokens is not to be
+    paid in requests."""
+    mean: float
+    """Of its replays."""
+
+    @property
+    def wins(self) -> bool:
+        return self.gain > self.error and not self.loses
+
+
+def level_error(replays: Iterable[Score], really: Score) -> float:
     """The largest difference between a replay and what happened to the same requests, in tokens or
-    in requests in time, but never less than `LEAST_ERROR` or two of so many `requests`; NaN if
-    nothing can be compared."""
+    in requests in time; NaN if nothing can be compared."""
     differences = [
         abs(one - other)
-        for replay, real in pairs
-        for one, other in ((replay.tokens, real.tokens), (replay.requests, real.requests))
+        for replay in replays
+        for one, other in ((replay.tokens, really.tokens), (replay.requests, really.requests))
     ]
-    known = [value for value in differences if not math.isnan(value)]
-    return max(*known, LEAST_ERROR, 2 / requests) if known else math.nan
+    return max([one for one in differences if not math.isnan(one)], default=math.nan)
 
 
 def verdict(
-    name: str, current: Sequence[Score], finalists: Sequence[Finalist], error: float
+    name: str, current: Sequence[Score], finalists: Sequence[Finalist], really: Score, requests: int
 ) -> Verdict:
-    """`current` are the replays of the policy `name` that decides now."""
-    gains = {index: _gain(current, one.scores) for index, one in enumerate(finalists)}
-    winners = [
-        index
-        for index, gain in gains.items()
-        if gain > error and not _loses(current, finalists[index].scores, error)
-    ]
+    """`current` are the replays of the policy `name` that decides now, of so many requests, and
+    `really` is what came of these."""
+    compared = [_compared(current, one, really, requests) for one in finalists]
+    winners = [one for one in compared if one.wins]
     if winners:
-        chosen = _simplest(finalists, gains, winners, error)
-        candidate, gain = finalists[chosen].candidate, gains[chosen]
+        best = _simplest(winners)
         reason = (
-            f"Have {candidate.name} decide: in every replay it is at least {points(gain)} ahead of"
-            f" {name}, in the mean of tokens and requests in time, and under {name} the lab was"
-            f" off by {points(error)} at most."
+            f"Have {best.candidate.name} decide: on the same requests it is at least"
+            f" {points(best.gain)} ahead of {name} in every replay, in the mean of tokens and"
+            f" requests in time; that may be off by {points(best.error)}."
         )
-        return Verdict(candidate=candidate, gain=gain, error=error, reason=reason)
-    best = max(gains, key=lambda index: (gains[index], -index), default=None)
-    gain = math.nan if best is None else gains[best]
-    other = None if best is None else finalists[best].candidate.name
-    why = _why_keep(name, current, other, gain, error)
-    return Verdict(candidate=None, gain=gain, error=error, reason=f"Keep what you have: {why}")
+        return Verdict(candidate=best.candidate, gain=best.gain, error=best.error, reason=reason)
+    other = max(compared, key=lambda one: one.gain, default=None)
+    return Verdict(
+        candidate=None,
+        gain=math.nan if other is None else other.gain,
+        error=math.nan if other is None else other.error,
+        reason=f"Keep what you have: {_why_keep(name, other, really)}",
+    )
 
 
 def points(share: float) -> str:
@@ -85,14 +96,23 @@ def points(share: float) -> str:
     return f"{100 * share:.1f} points"
 
 
-def _gain(current: Sequence[Score], scores: Sequence[Score]) -> float:
-    """In the worst replay."""
-    return min(mine.value - theirs.value for theirs, mine in zip(current, scores, strict=True))
+def _compared(
+    current: Sequence[Score], finalist: Finalist, really: Score, requests: int
+) -> _Compared:
+    scores = finalist.scores
+    current = current[: len(scores)]
+    error = difference_error(current, scores, requests)
+    ahead = min(mine.value - theirs.value for theirs, mine in zip(current, scores, strict=True))
+    return _Compared(
+        candidate=finalist.candidate,
+        gain=min(ahead, 1 - really.value),
+        error=error,
+        loses=_loses(current, scores, error),
+        mean=math.fsum(score.value for score in scores) / len(scores),
+    )
 
 
 def _loses(current: Sequence[Score], scores: Sequence[Score], error: float) -> bool:
-    """Whether one of the shares falls, on average, by more than the error: what is won in tokens
-    is not to be paid in requests."""
     for share in ("tokens", "requests"):
         changes = [
             getattr(mine, share) - getattr(theirs, share)
@@ -103,53 +123,41 @@ def _loses(current: Sequence[Score], scores: Sequence[Score], error: float) -> b
     return False
 
 
-def _simplest(
-    finalists: Sequence[Finalist], gains: dict[int, float], winners: Sequence[int], error: float
-) -> int:
-    """Of those that the lab cannot tell from the best, one with the fewest changed parameters; of
-    these the best on average."""
-    most = max(gains[index] for index in winners)
-    alike = [index for index in winners if gains[index] >= most - error]
-    return min(
-        alike,
-        key=lambda index: (
-            len(finalists[index].candidate.changed),
-            -math.fsum(score.value for score in finalists[index].scores),
-            index,
-        ),
-    )
+def _simplest(winners: Sequence[_Compared]) -> _Compared:
+    """Of those that are behind the best by no more than the error, the one with the fewest changed
+    parameters; of these the best on average."""
+    best = max(winners, key=lambda one: one.gain)
+    alike = [one for one in winners if one.gain >= best.gain - best.error]
+    return min(alike, key=lambda one: (len(one.candidate.changed), -one.mean))
 
 
-def _why_keep(
-    name: str, current: Sequence[Score], other: str | None, gain: float, error: float
-) -> str:
-    value = math.fsum(score.value for score in current) / len(current)
-    if math.isnan(error):
-        return "nothing that was recorded can be compared with the lab, so its error is not known."
+def _why_keep(name: str, other: _Compared | None, really: Score) -> str:
     if other is None:
         return (
             "the CPU time did not suffice to replay another policy over all minutes. Give more"
             " --cpu-seconds, or fewer --minutes."
         )
-    if error > LARGE_ERROR:
+    known = f"{other.candidate.name} is {points(other.gain)} ahead"
+    if math.isnan(other.error):
         return (
-            f"the lab is off by up to {points(error)} here, so it cannot judge this box. Ask again"
-            " for other minutes: times may have changed within these, a worker may have died, or"
-            " something else may have had the processors."
+            f"{known}, but the requests came all at once, so how far that may be off is not known."
         )
-    if 1 - value <= error:
+    if 1 - really.value <= other.error:
         return (
-            f"in the lab {name} has {value:.1%} of tokens and requests in time. What is left to win"
-            f" is not more than the lab's own error here, {points(error)}."
+            f"{really.value:.1%} of tokens and requests were in time. What is left to win is not"
+            f" more than a difference may be off here, {points(other.error)}."
         )
-    if gain <= 0:
-        return f"no other policy has more in time in every replay; the best of them is {other}."
-    if gain <= error:
+    if other.gain <= 0:
         return (
-            f"{other} is {points(gain)} ahead in its worst replay, but the lab is off by up to"
-            f" {points(error)} here, so that may be the lab's error."
+            "no other policy has more in time in every replay; the best of them is"
+            f" {other.candidate.name}."
+        )
+    if other.gain <= other.error:
+        return (
+            f"{known} of {name} in its worst replay, but that may be off by {points(other.error)}:"
+            " other minutes have other requests."
         )
     return (
-        f"{other} is {points(gain)} ahead, but it loses more than the lab's error"
-        f" ({points(error)}) in tokens or in requests in time."
+        f"{known} of {name}, but it loses more than the error of that ({points(other.error)}) in"
+        " tokens or in requests in time."
     )

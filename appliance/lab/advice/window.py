@@ -2,20 +2,21 @@
 
 Requests that come in the *warm-up* before the minutes are replayed, too, but not measured: when the
 minutes begin, models are loaded, requests wait and decode, and policies have seen some. What was
-live when the warm-up began comes first: a box that had a queue then begins with one. What arrived
-before the part of the journal that is read is not known, so it is missing there.
+live when the warm-up began is the backlog that the replay begins with, as late as it was then. What
+arrived before the part of the journal that is read is not known, so it is missing there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from appliance.errors import LabError
-from appliance.lab.experiments.metrics import measure
+from appliance.lab.experiments.metrics import InTime, in_time, measure
 from appliance.lab.experiments.run import Contender, Setting, play
 from appliance.lab.replay.journal_workload import ENOUGH, JournalRecording
 from appliance.lab.sim.simulator import SimulationRun
@@ -25,9 +26,11 @@ from appliance.vocabulary import Word
 WARMUP_SECONDS = 30.0
 LEAST_REQUESTS = 50
 """In the window: with fewer, one request in or out of time is two points."""
+PARTS = 8
+"""Of a window, by which it is known how much other requests would change."""
 
 
-class Score(Word, frozen=True, kw_only=True):
+class Score(Word, frozen=True, kw_only=True, omit_defaults=True):
     """What a replay, or the real run, was worth. Shares are of 1; NaN where nothing is known."""
 
     tokens: float
@@ -38,13 +41,28 @@ class Score(Word, frozen=True, kw_only=True):
     ttft_p99_seconds: float
     switches: int
     refused: int
+    parts: tuple[InTime, ...] = ()
+    """What both shares are of, by when requests arrived."""
 
     @property
     def value(self) -> float:
         """What candidates are compared by: the mean of both shares, of what is known; 0 if nothing
         is."""
-        known = [share for share in (self.tokens, self.requests) if not math.isnan(share)]
-        return math.fsum(known) / len(known) if known else 0.0
+        return _mean_of_known(self.tokens, self.requests)
+
+
+def value_of(parts: Sequence[InTime]) -> float:
+    """The same of some parts."""
+    pairs = (
+        (sum([one.tokens_kept for one in parts]), sum([one.tokens for one in parts])),
+        (sum([one.requests_kept for one in parts]), sum([one.requests for one in parts])),
+    )
+    return _mean_of_known(*(kept / of if of else math.nan for kept, of in pairs))
+
+
+def _mean_of_known(*shares: float) -> float:
+    known = [share for share in shares if not math.isnan(share)]
+    return math.fsum(known) / len(known) if known else 0.0
 
 
 @dataclass(frozen=True)
@@ -194,4 +212,5 @@ def score(run: SimulationRun, begin: float) -> Score:
         ttft_p99_seconds=metrics.ttft_p99_seconds,
         switches=sum(switch.at >= begin for switch in run.recorder.switches),
         refused=metrics.rejected,
+        parts=in_time(run, begin, run.until, PARTS),
     )

@@ -98,6 +98,15 @@ class RunMetrics(Word, frozen=True, kw_only=True):
         return {name: round(getattr(self, name), digits) for name in self.__struct_fields__}
 
 
+class InTime(Word, frozen=True):
+    """Of some requests, what was in time, and of how much that is known."""
+
+    tokens_kept: int
+    tokens: int
+    requests_kept: int
+    requests: int
+
+
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
     """Every token of some requests: the request's place in the list, the token's, its time."""
@@ -188,6 +197,17 @@ def measure(run: SimulationRun, warmup_seconds: float = 0.0) -> RunMetrics:
         host_weights_peak_bytes=_most([s.host_weights for s in samples]),
         host_kv_peak_bytes=_most([mapped_bytes(s.host) for s in samples]),
     )
+
+
+def in_time(run: SimulationRun, begin: float, end: float, parts: int) -> tuple[InTime, ...]:
+    """What was in time of the requests that arrived in each of so many equal parts of a time."""
+    lives = [life for life in run.recorder.lives if begin <= life.arrived <= end]
+    table = _Requests(lives, expand(run.recorder, lives), run.until)
+    place = np.minimum(((table.arrived - begin) / (end - begin) * parts).astype(int), parts - 1)
+    both = table.both_kept()
+    columns = (table.kept(), table.due_tokens(), both == 1, ~np.isnan(both))
+    sums = [np.bincount(place, weights=one, minlength=parts).astype(int) for one in columns]
+    return tuple(InTime(*map(int, row)) for row in zip(*sums, strict=True))
 
 
 def fragmentation_by_shape(
@@ -328,17 +348,25 @@ class _Requests:
         due[follows] = np.minimum(due[follows], gap_over)
         return due
 
-    def token_attainment(self) -> float:
+    def kept(self) -> Ints:
+        """How many tokens of each were in time."""
         tokens = self.tokens
-        kept = int((tokens.seconds <= self.due() + TOLERANCE_SECONDS).sum())
+        kept = tokens.seconds <= self.due() + TOLERANCE_SECONDS
+        return np.bincount(tokens.request[kept], minlength=len(self.arrived))
+
+    def due_tokens(self) -> Ints:
+        """How many tokens of each there are, or should have been there."""
         passed = np.floor((self.until - self.arrived - self.ttft_slo) / self.tbt_slo) + 1
         # The gap after the newest token is over, too: then the next one is late, whatever its turn.
         paused = (self.produced > 0) & (self.until > self.last + self.gap_slo)
         passed = np.where(paused, np.maximum(passed, self.produced + 1), passed)
         passed = np.clip(passed, 0, self.output)
         passed = np.where(self.finished, 0, np.where(self.rejected, self.output, passed))
-        missing = np.maximum(0, passed - self.produced).sum()
-        return _ratio(kept, len(tokens.seconds) + float(missing))
+        due: Ints = np.maximum(passed, self.produced).astype(np.int64)
+        return due
+
+    def token_attainment(self) -> float:
+        return _ratio(int(self.kept().sum()), float(self.due_tokens().sum()))
 
     def time_attainment(self) -> float:
         """Requests that did not end are looked at as if it were now that they did."""

@@ -1,7 +1,8 @@
 """A journal of a real daemon as a workload: its requests, its box, and how fast that was.
 
-What the journal does not say is taken as: a request that had not ended has the tokens it had got; a
-client that left would have left after as many tokens from any policy; the vector of a prompt that
+What the journal does not say is taken as: a request that had not ended, or was refused, has as many
+tokens as answers that were longer than what it had got have on average (`output_lengths`); a client
+that left would have left after as many tokens from any policy; the vector of a prompt that
 was embedded is a token; layers are loaded as evenly as in a model of `LAYERS` layers. Step times
 are fitted to the journal's own turns and prompts. Where a policy always has prompts computed in
 turns that decode, what such turns take longer than their decoding is the prompts'.
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ from appliance.lab.experiments.run import Contender, Setting
 from appliance.lab.hardware import Box, GpuSpec, ModelProfile
 from appliance.lab.noise import Deviation
 from appliance.lab.replay.journal_part import JournalPart, entries
+from appliance.lab.replay.output_lengths import OutputLengths
 from appliance.lab.replay.overheads import ColdPrompt, Overheads
 from appliance.lab.sim.recorder import ComputeSpan, Life, ModelSwitch, Recorder
 from appliance.lab.sim.simulator import SimulationRun
@@ -38,6 +41,7 @@ from appliance.vocabulary import (
     Event,
     EvictModel,
     Finish,
+    FinishReason,
     InstanceId,
     InstanceLost,
     InstanceUp,
@@ -51,6 +55,7 @@ from appliance.vocabulary import (
     RequestId,
     RunPrefill,
     RunTurn,
+    Slo,
     TokensProduced,
     TurnEnded,
 )
@@ -97,8 +102,9 @@ class JournalRecording:
     """Whether a load was seen from which the rate of the link is known."""
 
     def carried(self, seconds: float) -> list[Arrival]:
-        """What was live at a time, as requests that come then: with the tokens it had as part of
-        its prompt, and those to come as its output. O(tokens)."""
+        """What was live at a time, as requests that came when it did: with the tokens it had by
+        then as part of its prompt, and those to come as its output, each due when it was. In the
+        order of time; O(tokens)."""
         recorder, known = self.happened.recorder, self.setting.profiles
         had = [0] * len(recorder.lives)
         for number, start, count in zip(
@@ -107,13 +113,13 @@ class JournalRecording:
             had[number] += count if start <= seconds else 0
         return [
             Arrival(
-                seconds=seconds,
+                seconds=life.arrived,
                 model=life.model,
                 prompt_tokens=life.prompt_tokens + had[life.number],
                 output_tokens=max(1, life.output_tokens - had[life.number]),
                 request_class=life.request_class,
                 max_tokens=max(1, life.max_tokens - had[life.number]),
-                slo=life.slo,
+                slo=_after(life.slo, had[life.number]),
             )
             for life in recorder.lives
             if life.model in known
@@ -139,6 +145,7 @@ def recording(
         raise LabError(f"{path}: {error}") from None
     if not reader.recorder.lives:
         raise LabError(f"{path}: there are no requests in it")
+    _lengthen(reader.recorder.lives)
     return JournalRecording(
         setting=reader.setting(),
         happened=reader.run(),
@@ -152,9 +159,36 @@ def recording(
     )
 
 
+def _after(slo: Slo, tokens: int) -> Slo:
+    """By which the tokens after these are due when they were."""
+    ttft_seconds = slo.ttft_seconds + tokens * slo.tbt_seconds
+    return msgspec.structs.replace(slo, ttft_seconds=ttft_seconds)
+
+
 def contender_of(choice: PolicyChoice) -> Contender:
     """The policies of a box, as the lab plays them."""
     return Contender("+".join(choice.use), choice.use, choice.parameters, choice.decisions)
+
+
+def _lengthen(lives: Sequence[Life]) -> None:
+    """Give answers that had not ended, and those that were refused, their likely length: as other
+    answers of the model, or as those of all models if too few of its own ended."""
+    reasons = set(FinishReason)
+    ended: defaultdict[ModelName, list[int]] = defaultdict(list)
+    unended: defaultdict[ModelName, list[int]] = defaultdict(list)
+    for life in lives:
+        (ended if life.outcome in reasons else unended)[life.model].append(life.produced)
+    if not unended:
+        return
+    everyones = OutputLengths(chain(*ended.values()), chain(*unended.values()))
+    of = {
+        model: OutputLengths(ended[model], tokens) if len(ended[model]) >= ENOUGH else everyones
+        for model, tokens in unended.items()
+    }
+    for life in lives:
+        if life.outcome not in reasons:
+            likely = of[life.model].expected(life.produced)
+            life.output_tokens = max(life.produced, min(life.max_tokens, likely))
 
 
 @dataclass

@@ -91,10 +91,12 @@ def simulate(
     """Run the machine on the box from 0 to `until` seconds.
 
     `profiles` has every model of the machine, on this kind of instance; `arrivals` come in the
-    order of time. At the times of `swaps` other policies take over. `lengths` gets the true
-    length of every output when its request arrives: for a policy that is an oracle. A `visitor`
-    changes policies by what it sees meanwhile. Raises
-    `LabError` when a command asks an instance for what cannot be, and what `Machine.handle` raises.
+    order of time. Those before 0 are the backlog that the run begins with: the machine hears of
+    them with their own times, and the box begins with the orders at 0. At the times of `swaps`
+    other policies take over. `lengths` gets the true length of every output when its request
+    arrives: for a policy that is an oracle. A `visitor` changes policies by what it sees meanwhile.
+    Raises `LabError` when a command asks an instance for what cannot be, and what `Machine.handle`
+    raises.
     """
     simulation = _Simulation(machine, box, profiles, arrivals, deviation, lengths)
     if visitor is not None:
@@ -141,10 +143,7 @@ class _Simulation:
         }
 
     def run(self, until: float, swaps: Iterable[tuple[float, Policy]]) -> SimulationRun:
-        for instance in self._instances.values():
-            instance.start()
-        self._tell()
-        self._await_arrival()
+        self._begin()
         for seconds, policy in swaps:
             self._agenda.at(seconds, Rank.SWAP, partial(self._swap, policy))
         holdings = {number: one.holdings for number, one in self._instances.items()}
@@ -164,6 +163,30 @@ class _Simulation:
             tp=self._box.tp,
             pool_bytes=self._box.slabs * self._box.slab_bytes,
         )
+
+    def _begin(self) -> None:
+        """Have the workers connect, and the machine know the backlog as if it had waited since."""
+        for instance in self._instances.values():
+            instance.start()
+        arrival = next(self._arrivals, None)
+        if arrival is not None and arrival.seconds < 0:
+            orders = self._heard(arrival.seconds)
+            while arrival is not None and arrival.seconds < 0:
+                self._arrive(arrival)
+                orders += self._heard(arrival.seconds)
+                arrival = next(self._arrivals, None)
+            self._carry_out(orders)
+            self._facts.append(Ticked())  # a deadline of the machine may have passed by now
+        self._tell()
+        self._await(arrival)
+
+    def _heard(self, at: float) -> list[Command]:
+        """The machine hears of everything that happened at a time; its commands."""
+        commands: list[Command] = []
+        while self._facts:
+            self._events += 1
+            commands += self._machine.handle(self._facts.popleft(), at)
+        return commands
 
     def visit(self, visitor: Visitor) -> None:
         """Have it come now, and whenever it says."""
@@ -247,10 +270,14 @@ class _Simulation:
         self._tick = None
         self._facts.append(Ticked())
 
-    def _await_arrival(self) -> None:
-        arrival = next(self._arrivals, None)
+    def _await(self, arrival: Arrival | None) -> None:
+        """Have it come at its time, and the one after it then."""
         if arrival is not None:
-            self._agenda.at(arrival.seconds, Rank.ARRIVAL, lambda: self._arrive(arrival))
+            self._agenda.at(arrival.seconds, Rank.ARRIVAL, partial(self._come, arrival))
+
+    def _come(self, arrival: Arrival) -> None:
+        self._arrive(arrival)
+        self._await(next(self._arrivals, None))
 
     def _arrive(self, arrival: Arrival) -> None:
         """The machine hears of a request that may have as many tokens as its context has room."""
@@ -264,7 +291,7 @@ class _Simulation:
             model=arrival.model,
             request_class=arrival.request_class,
             slo=arrival.slo or model.slo,
-            arrived=self._agenda.now,
+            arrived=arrival.seconds,
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=min(arrival.output_tokens, limit),
             max_tokens=limit,
@@ -281,7 +308,6 @@ class _Simulation:
             request_class=life.request_class,
         )
         self._facts.append(RequestArrived(request=spec))
-        self._await_arrival()
 
     def _end(self, command: Finish | Reject) -> None:
         life = self._lives.pop(command.request)

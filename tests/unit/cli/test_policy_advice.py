@@ -64,8 +64,8 @@ def rows(result: Result) -> dict[str, list[str]]:
 
 
 def test_the_table_and_the_reason(journal: Path, niceness: list[int]) -> None:
-    """What was recorded, the lab's replay of it, then others; the lab's error, the CPU time, one
-    sentence, and what to set. All at the lowest priority."""
+    """What was recorded, the lab's replay of it, then others; the lab's level error, the CPU time,
+    one sentence, and what to set. All at the lowest priority."""
     result = call("--from", str(journal), "--cpu-seconds", "15")
     assert result.exit_code == 0
     assert niceness == [19]
@@ -80,7 +80,7 @@ def test_the_table_and_the_reason(journal: Path, niceness: list[int]) -> None:
     assert (
         "not tried: serverlessllm_sjf: it needs to know how long answers will be" in result.stdout
     )
-    assert "the lab's error here: " in result.stdout
+    assert "the lab's level error here: " in result.stdout
     assert " s of 15 s, at the lowest priority" in result.stdout
     reason = next(number for number, line in enumerate(lines) if line.startswith("Have "))
     name = lines[reason].split()[1]

@@ -64,7 +64,7 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
     assert "BOUND BY" in printed[-5]
     assert "commands identical" in printed[-4]
     assert "aegaeon, recorded" in printed[-3]
-    assert "the lab's error here" in printed[-2]
+    assert "the lab's level error here" in printed[-2]
     assert "PROMPTS" in printed[-1]
     three = json.loads(Path("three.json").read_text())
     assert three["changes"] == {"hardware.count": "3"}

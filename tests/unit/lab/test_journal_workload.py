@@ -211,13 +211,43 @@ def test_only_what_was_seen_in_time_teaches(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_breaks_off_is_replayed_as_far_as_it_goes(tmp_path: Path) -> None:
-    """Who had not ended has the tokens it had got, at least one."""
-    write(tmp_path / "journal", until=25.0)
+    """Answers that had not ended have a likely length, the same in what happened and in what is
+    replayed: longer than what they had got, and for those that waited, too."""
+    write(tmp_path / "journal", until=20.0)
     found = recording(tmp_path / "journal")
     lives = found.happened.recorder.lives
-    assert {life.outcome for life in lives} > {None}
-    assert [a.output_tokens for a in found.setting.arrivals] == [max(1, x.produced) for x in lives]
+    assert [a.output_tokens for a in found.setting.arrivals] == [x.output_tokens for x in lives]
+    ended = [life.produced for life in lives if life.outcome is not None]
+    unended = [life for life in lives if life.outcome is None]
+    assert min(life.produced for life in unended) == 0
+    assert len(ended) > 10
+    for life in unended:
+        assert life.produced < life.output_tokens <= max(ended)
+        assert life.output_tokens > sum(ended) / len(ended)  # those that ended are the short ones
     assert play(found.setting, found.contender).run.recorder.lives
+
+
+def test_a_refused_request_has_a_likely_length(tmp_path: Path) -> None:
+    """Another policy may answer it, and that takes as long as other answers."""
+    write(tmp_path / "journal")
+    before = recording(tmp_path / "journal").setting.arrivals
+    setup, *lines = map(msgspec.json.decode, (tmp_path / "journal").read_bytes().splitlines())
+    first = next(x for x in lines if x["event"]["type"] == "RequestArrived")["event"]["request"]
+    for line in lines:
+        line["commands"] = [
+            {"type": "Reject", "request": first["id"], "code": "overloaded", "message": "no"}
+            if command["type"] == "Finish" and command["request"] == first["id"]
+            else command
+            for command in line["commands"]
+        ]
+        if line["event"]["type"] == "TokensProduced":
+            tokens = line["event"]["tokens"]
+            line["event"]["tokens"] = [x for x in tokens if x["request"] != first["id"]]
+    (tmp_path / "journal").write_bytes(b"\n".join(map(msgspec.json.encode, [setup, *lines])))
+    refused, *others = recording(tmp_path / "journal").setting.arrivals
+    assert others == list(before[1:])
+    same = [one.output_tokens for one in others if one.model == refused.model]
+    assert refused.output_tokens == round(sum(same) / len(same))
 
 
 def test_a_prompt_that_was_embedded_is_one_with_a_token(tmp_path: Path) -> None:
@@ -280,8 +310,8 @@ def test_models_that_were_added_are_there(tmp_path: Path) -> None:
 
 
 def test_what_was_live_at_a_time_is_carried_over(tmp_path: Path) -> None:
-    """As requests that come then: what each had got is part of its prompt, and the rest, in all as
-    many tokens as before, is still to come."""
+    """As requests that came when they did: what each had got is part of its prompt, and the rest,
+    in all as many tokens as before, is still to come, each when it was due."""
     run = write(tmp_path / "journal")
     found = recording(tmp_path / "journal")
     began = run.recorder.lives[0].arrived
@@ -294,7 +324,10 @@ def test_what_was_live_at_a_time_is_carried_over(tmp_path: Path) -> None:
     carried = found.carried(middle)
     assert len(carried) == len(live) > 1
     for one, life in zip(carried, live, strict=True):
-        assert (one.seconds, one.model, one.slo) == (middle, life.model, life.slo)
+        had = one.prompt_tokens - life.prompt_tokens
+        due = life.slo.ttft_seconds + had * life.slo.tbt_seconds
+        assert (one.seconds, one.model) == (life.arrived, life.model)
+        assert one.slo == replace(life.slo, ttft_seconds=due)
         whole = life.prompt_tokens + life.output_tokens
         assert one.prompt_tokens + one.output_tokens == whole
         assert one.prompt_tokens >= life.prompt_tokens

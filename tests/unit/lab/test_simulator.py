@@ -252,6 +252,28 @@ def test_the_machine_hears_when_its_deadline_has_come() -> None:
     assert all(later - now >= 0.99 for now, later in pairwise(ticks))
 
 
+@pytest.mark.parametrize("policy", ["aegaeon", "appliance", "prism"])
+def test_a_run_may_begin_with_a_backlog(policy: str) -> None:
+    """The machine hears of requests from before 0 with their own times, and places them on all
+    instances; nothing is computed before 0, and their tokens are as late as that makes them."""
+    backlog = [msgspec.structs.replace(one, seconds=one.seconds - 60) for one in arrivals(30)]
+    late = [one for one in backlog if one.seconds < 0]
+    assert len(late) == 30
+    made = machine(policy, 2)
+    done = run(made, [*late, *arrivals(10)])
+    heard = [(now, event) for now, event, _ in made.journal]
+    assert [now for now, _ in heard] == sorted(now for now, _ in heard)
+    came = [now for now, event in heard if isinstance(event, RequestArrived)]
+    assert came == [one.seconds for one in (*late, *arrivals(10))]
+    lives = done.recorder.lives
+    assert [life.arrived for life in lives] == came
+    assert all(life.produced == life.output_tokens for life in lives)
+    assert min(done.recorder.starts) > 0
+    assert {span.instance for span in done.recorder.spans if span.began < 15} == {0, 1}
+    assert measure(done, -60).ttft_p50_seconds > -late[-1].seconds
+    assert measure(done).requests == 10
+
+
 class Refusing:
     """Serves nobody."""
 

@@ -113,6 +113,7 @@ def test_what_it_may_not_apply_waits_for_the_replay(why: str) -> None:
     desk = desk_before_an_hour(terms, barred=barred, configured=configured)
     if why == "operator":
         desk.do(desk.control.operator_chose(desk.moment))
+    desk.promises = Promises(requests=1)
     (begun,) = desk.run(2000, requests_per_second=0 if why == "few requests" else 10)
     assert isinstance(begun, StartReplay)
     assert begun.also == (NEW,)

@@ -148,7 +148,9 @@ async def test_policies_that_print_do_not_spoil_the_answer(
     descriptor of its own, and what they print is taken, and forgotten."""
     install(tmp_path, "printer", PRINTER, head=PRINTS + HEAD)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    found = await replay(AutopilotTerms(journal=str(journal)), 4.0, 20.0, command=IN_LINE)
+    first = (PolicyChoice(use=("printer",)),)  # so there is CPU time for it
+    terms = AutopilotTerms(journal=str(journal))
+    found = await replay(terms, CPU_SECONDS, 45.0, first, command=IN_LINE)
     assert found.current == AEGAEON
     assert asked(tmp_path)
 

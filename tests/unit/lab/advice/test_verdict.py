@@ -1,28 +1,46 @@
-"""What is recommended: only what wins by more than the lab's error, and the simplest of it."""
+"""What is recommended: only what wins by more than the error of that, and the simplest of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.lab.advice.candidates import Candidate
-from appliance.lab.advice.verdict import LEAST_ERROR, Finalist, lab_error, verdict
-from appliance.lab.advice.window import Score
+from appliance.lab.advice.paired_error import LEAST_ERROR, difference_error
+from appliance.lab.advice.verdict import Finalist, Verdict, level_error, verdict
+from appliance.lab.advice.window import PARTS, Score, value_of
+from appliance.lab.experiments.metrics import InTime
 from appliance.service.policy_report import PolicyChoice
 
+MANY = 10_000
+"""Requests: two of these are less than the least error."""
 
-def score(tokens: float, requests: float | None = None) -> Score:
+
+def score(tokens: float, requests: float | None = None, each: Sequence[float] = ()) -> Score:
+    """Of parts that are all alike, or of which `each` has another share of its requests in time."""
+    requests = tokens if requests is None else requests
+    shares = each or [requests] * PARTS
     return Score(
         tokens=tokens,
-        requests=tokens if requests is None else requests,
+        requests=sum(shares) / len(shares),
         ttft_p50_seconds=0.1,
         ttft_p99_seconds=0.2,
         switches=3,
         refused=0,
+        parts=tuple(part(tokens, share) for share in shares),
     )
+
+
+def part(tokens: float, requests: float) -> InTime:
+    """A thousand tokens and requests; none where nothing is known."""
+    known = [0 if math.isnan(share) else 1000 for share in (tokens, requests)]
+    kept = [0 if math.isnan(share) else round(1000 * share) for share in (tokens, requests)]
+    return InTime(kept[0], known[0], kept[1], known[1])
 
 
 def finalist(name: str, *scores: Score, changed: int = 0) -> Finalist:
@@ -33,79 +51,154 @@ def finalist(name: str, *scores: Score, changed: int = 0) -> Finalist:
 
 
 NOW = [score(0.8), score(0.82)]
+BAD = score(0.3)
+"""What really came of the requests, with much to win."""
 
 shares = st.floats(0, 1)
 pairs = st.tuples(st.builds(score, shares, shares), st.builds(score, shares, shares))
 
 
+def judged(
+    finalists: Sequence[Finalist], error: float = 0.02, really: Score = BAD, now: object = NOW
+) -> Verdict:
+    """With an error that comes of the number of requests."""
+    assert isinstance(now, list)
+    return verdict("old", now, finalists, really, round(2 / error))
+
+
 def test_a_clear_winner_is_recommended() -> None:
     """With its gain in the worst replay, and the reason in one sentence."""
-    found = verdict("old", NOW, [finalist("new", score(0.95), score(0.9))], 0.02)
+    found = judged([finalist("new", score(0.95), score(0.9))])
     assert found.candidate is not None
     assert found.candidate.name == "new"
     assert found.gain == pytest.approx(0.08)
+    assert found.error == pytest.approx(0.02)
     assert found.reason == (
-        "Have new decide: in every replay it is at least 8.0 points ahead of old, in the mean of"
-        " tokens and requests in time, and under old the lab was off by 2.0 points at most."
+        "Have new decide: on the same requests it is at least 8.0 points ahead of old in every"
+        " replay, in the mean of tokens and requests in time; that may be off by 2.0 points."
     )
 
 
+def test_what_a_policy_has_not_is_not_compared() -> None:
+    """The current one has a replay more, as the other's last one was stopped."""
+    found = judged([finalist("new", score(0.95), score(0.9))], now=[*NOW, score(0.1)])
+    assert found.gain == pytest.approx(0.08)
+    found = judged([finalist("new", score(0.85))], now=[*NOW, score(0.9)])
+    assert found.gain == pytest.approx(0.05)
+
+
+def test_how_far_the_lab_is_off_does_not_decide() -> None:
+    """Replays of an overload keep much more, or less, than clients got: that is so for both."""
+    found = judged([finalist("new", score(0.95), score(0.9))], really=score(0.1))
+    assert found.candidate is not None
+    assert found.gain == pytest.approx(0.08)
+
+
+def test_nothing_wins_more_than_clients_missed() -> None:
+    """In the lab there is much to win, and in truth two points."""
+    assert judged([finalist("new", score(0.95), score(0.9))], really=score(0.97)).candidate
+    found = judged([finalist("new", score(0.95), score(0.9))], really=score(0.985))
+    assert found.candidate is None
+    assert found.gain == pytest.approx(0.015)
+    assert "What is left to win is not more than" in found.reason
+
+
 def test_the_simplest_of_those_that_are_alike() -> None:
-    """A parameter is not changed for what may be the lab's error; of equals the best on average."""
+    """A parameter is not changed for what may be an error; of equals the best on average."""
     finalists = [
-        finalist("tuned", score(0.96), score(0.96), changed=1),
+        finalist("tuned", score(0.97), score(0.97), changed=1),
         finalist("plain", score(0.95), score(0.95)),
         finalist("better", score(0.955), score(0.95)),
     ]
-    found = verdict("old", NOW, finalists, 0.02)
+    found = judged(finalists, 0.03)
     assert found.candidate is not None
     assert found.candidate.name == "better"
-    tuned = verdict("old", NOW, finalists, 0.001)
+    tuned = judged(finalists, 0.01)
     assert tuned.candidate is not None
     assert tuned.candidate.name == "tuned"
+
+
+UNEVEN = [0.2, 1.0] * (PARTS // 2)
 
 
 @pytest.mark.parametrize(
     ("finalists", "error", "why"),
     [
         ([], 0.02, "Give more --cpu-seconds"),
-        ([finalist("new", score(0.82), score(0.84))], 0.05, "may be the lab's error"),
+        ([finalist("new", score(0.82), score(0.84))], 0.05, "other minutes have other requests"),
         ([finalist("new", score(0.9), score(0.8))], 0.01, "no other policy has more in time"),
         ([finalist("new", score(0.7), score(0.7))], 0.01, "the best of them is new"),
-        ([finalist("new", score(0.9), score(0.9))], 0.25, "so it cannot judge this box"),
-        ([finalist("new", score(1.0, 0.75), score(1.0, 0.75))], 0.02, "it loses more than"),
-        ([finalist("new", score(1.0), score(1.0))], math.nan, "its error is not known"),
+        ([finalist("new", score(1.0, 0.7), score(1.0, 0.75))], 0.02, "it loses more than"),
+        (
+            [finalist("new", score(1.0, each=UNEVEN), score(1.0, each=UNEVEN))],
+            0.02,
+            "no other policy has more in time",
+        ),
     ],
 )
 def test_what_there_is_is_kept(finalists: list[Finalist], error: float, why: str) -> None:
     """For these reasons, each of which is given."""
-    found = verdict("old", NOW, finalists, error)
+    found = judged(finalists, error)
     assert found.candidate is None
     assert found.reason.startswith("Keep what you have: ")
     assert why in found.reason
 
 
-def test_a_policy_that_keeps_nearly_all_is_kept() -> None:
-    """What could be won is less than the error."""
-    found = verdict("old", [score(0.97)], [finalist("new", score(1.0))], 0.04)
-    assert found.candidate is None
-    assert "What is left to win is not more than the lab's own error" in found.reason
+def test_one_part_of_the_window_is_no_reason() -> None:
+    """All of the gain comes of one eighth of the requests, and others lose a little: the next
+    minutes may have no such part."""
+    now = score(0.5)
+    once = score(0.5, each=[1.0] + [0.48] * (PARTS - 1))
+    always = score(0.5, each=[0.545] * PARTS)
+    assert once.requests == pytest.approx(always.requests)
+    assert judged([finalist("once", once)], 0.01, now=[now]).candidate is None
+    assert judged([finalist("always", always)], 0.01, now=[now]).candidate is not None
 
 
-def test_the_error_is_the_largest_difference() -> None:
-    """In tokens or requests, of all replays; what is not known in one of both does not count."""
-    found = lab_error(
-        [(score(0.9), score(0.88, 0.85)), (score(math.nan, 0.5), score(0.1, 0.58))], 1000
-    )
-    assert found == pytest.approx(0.08)
-    assert math.isnan(lab_error([(score(math.nan), score(0.1))], 1000))
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_what_both_replays_do_wrong_is_no_error() -> None:
+    """However uneven the parts are: what counts is how uneven their differences are."""
+    low = score(0.5, each=[0.1 * k for k in range(PARTS)])
+    high = score(0.6, each=[0.1 * k + 0.1 for k in range(PARTS)])
+    assert difference_error([low], [high], MANY) == LEAST_ERROR
+
+
+def test_the_error_is_the_standard_error_of_the_difference() -> None:
+    """Of means of as many parts as there are, half of which differ by so much more than the rest;
+    the value is the mean of two shares, of which one does not differ."""
+    same = score(0.5)
+    other = score(0.5, each=[0.5, 0.9] * (PARTS // 2))
+    deviation = 0.2 * math.sqrt(PARTS / (PARTS - 1))
+    expected = deviation / math.sqrt(PARTS) / 2
+    assert difference_error([same], [other], MANY) == pytest.approx(expected, rel=0.01)
+    assert difference_error([same] * 3, [other] * 3, MANY) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_error_is_never_nothing() -> None:
-    """A replay that is like what happened does not make one request of some a reason."""
-    same = [(score(0.9), score(0.9))]
-    assert lab_error(same, 1000) == LEAST_ERROR
-    assert lab_error(same, 50) == pytest.approx(0.04)
+    """A replay that differs nowhere does not make one request of some a reason."""
+    same = [score(0.9)]
+    assert difference_error(same, same, MANY) == LEAST_ERROR
+    assert difference_error(same, same, 50) == pytest.approx(0.04)
+
+
+def test_the_error_of_what_came_at_once_is_not_known() -> None:
+    """Of one part nothing is known of how much others would differ."""
+    empty = InTime(0, 0, 0, 0)
+    parts = (part(0.5, 0.5), *[empty] * (PARTS - 1))
+    once = msgspec.structs.replace(score(0.5), parts=parts)
+    assert math.isnan(difference_error([once], [once], MANY))
+    found = judged([Finalist(candidate=finalist("new").candidate, scores=(once,))], now=[once])
+    assert found.candidate is None
+    assert "all at once" in found.reason
+
+
+def test_the_level_error_is_the_largest_difference() -> None:
+    """In tokens or requests, of all replays; what is not known does not count."""
+    found = level_error([score(0.9), score(math.nan, 0.5)], score(0.88, 0.58))
+    assert found == pytest.approx(0.32)
+    assert math.isnan(level_error([score(math.nan)], score(0.1)))
 
 
 @given(st.lists(pairs, min_size=1, max_size=3), st.lists(shares, min_size=1, max_size=6), shares)
@@ -119,22 +212,22 @@ def test_nothing_within_the_error_is_recommended(
         finalist(f"p{n}", *(score(min(1, s.tokens + v), s.requests) for _, s in replays))
         for n, v in enumerate(values)
     ]
-    found = verdict("old", current, finalists, error)
+    found = judged(finalists, max(error, 1e-3), now=current)
     if found.candidate is None:
         return
     (chosen,) = [one for one in finalists if one.candidate == found.candidate]
     for now, then in zip(current, chosen.scores, strict=True):
-        assert then.value - now.value > error
+        assert then.value - now.value > found.error
     for share in ("tokens", "requests"):
         changes = [
             getattr(then, share) - getattr(now, share)
             for now, then in zip(current, chosen.scores, strict=True)
         ]
-        assert sum(changes) / len(changes) >= -error - 1e-12
+        assert sum(changes) / len(changes) >= -found.error - 1e-12
 
 
 def test_what_is_not_known_does_not_count() -> None:
-    """The value of a replay is the mean of what is known of it."""
-    assert score(0.5, 1.0).value == 0.75
-    assert score(math.nan, 1.0).value == 1.0
-    assert score(math.nan).value == 0.0
+    """The value of a replay, or of parts of one, is the mean of what is known of it."""
+    assert score(0.5, 1.0).value == value_of(score(0.5, 1.0).parts) == 0.75
+    assert score(math.nan, 1.0).value == value_of(score(math.nan, 1.0).parts) == 1.0
+    assert score(math.nan).value == value_of(()) == 0.0
