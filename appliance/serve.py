@@ -53,7 +53,7 @@ from appliance.memory.ceilings.stored import (
     own_ceilings,
 )
 from appliance.memory.weight_cache.image_file import image_name, prepare_folder
-from appliance.platform import logs
+from appliance.platform import logs, machine_memory
 from appliance.platform.admin_socket import AUTO, AdminSocketError, admin_path, open_socket
 from appliance.platform.cpus import (
     ALLOW_BINDING,
@@ -65,7 +65,6 @@ from appliance.platform.cpus import (
     usable_by_workers,
 )
 from appliance.platform.gpus import GpusUnknown, driver_version, read_gpus, show_gpus
-from appliance.platform.machine_memory import read_memory
 from appliance.platform.numa import Nodes, by_node, read_nodes
 from appliance.platform.sandbox import missing
 from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
@@ -99,7 +98,7 @@ async def _serve(config: Config, path: Path) -> int:
     if importlib.util.find_spec("vllm") is None:
         extra = "gpu" if config.devices.cuda else "cpu"
         raise ApplianceError(f'vLLM is not installed: install the extra "{extra}" of this package')
-    refuse_now(config.devices, read_memory())
+    refuse_now(config.devices, machine_memory.read_memory())
     raise_descriptor_limit()
     if lacking := missing():
         log.info("this machine has no %s: child processes may do more", ", no ".join(lacking))
