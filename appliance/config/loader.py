@@ -165,6 +165,9 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         devices = replace(devices, ceilings=str(base / devices.ceilings))
     if batches.directory:
         batches = replace(batches, directory=str(base / batches.directory))
+    usage = config.usage
+    if usage.directory:
+        usage = replace(usage, directory=str(base / usage.directory))
     folder = config.catalog.folder
     if folder == AUTO:
         given = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
@@ -192,6 +195,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         journal=journal,
         devices=devices,
         batches=batches,
+        usage=usage,
         catalog=catalog,
         models=models,
     )

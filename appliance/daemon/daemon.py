@@ -183,6 +183,8 @@ class Daemon:
         """Called when the daemon cannot go on: its books are no longer true."""
         self.front_ends_missing: Callable[[], str | None] = _nothing
         """Why no front end answers requests; None if one does."""
+        self.ledger_trouble: Callable[[], str] = str
+        """Why usage is not written down now; "" if it is."""
         self._clock = clock
         self._started = clock()
         self._reported = self._started
@@ -236,6 +238,7 @@ class Daemon:
         self._requests = RequestStreams(
             self.catalogue, machine, handle, feed, metrics, clock, *judged
         )
+        self._requests.phases.devices = plan.ranks_of
         self._links = WorkerLinks(self.workers, self._requests.streams, metrics)
         self._counters = WorkCounters(metrics, feed)
         self._timeline = Timeline(
@@ -435,6 +438,7 @@ class Daemon:
             self.limits.progress_seconds,
             self.front_ends_missing(),
             None if self._start_worker is None else self._start_worker.trouble(),
+            self.ledger_trouble(),
         )
 
     def progresses(self) -> bool:

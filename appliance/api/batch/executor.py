@@ -65,8 +65,8 @@ class BatchRun:
 class Fronts(Protocol):
     """The front ends, which answer requests."""
 
-    async def ask(self, caller: Caller, path: str, body: bytes) -> Answered:
-        """Raises `NoFrontEnd` and `FrontEndLost`."""
+    async def ask(self, caller: Caller, path: str, body: bytes, line: str = "") -> Answered:
+        """`line` is its id in the ledger. Raises `NoFrontEnd` and `FrontEndLost`."""
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -208,7 +208,8 @@ class BatchRequests:
         if caller is None:
             return self._bad(request, refused(endpoint, line.custom_id, *KEY_GONE))
         try:
-            answer = await self._fronts.ask(caller, endpoint, bytes(line.body))
+            id = f"{run.batch.id}:{request}"
+            answer = await self._fronts.ask(caller, endpoint, bytes(line.body), id)
         except NoFrontEnd:
             return self._retry_seconds
         except FrontEndLost as error:
