@@ -119,8 +119,6 @@ async def _serve(config: Config, path: Path) -> int:
     front_ends = Supervisor(processes, gateway.sessions.open)
     daemon.front_ends_missing = front_ends.not_ready
     ledger = gateway.ledger
-    if ledger is not None:
-        daemon.ledger_trouble = lambda: ledger.trouble
     guides = gateway.sessions.guides = GuideTrials(front_ends.forks, models=daemon.front_models)
     server = make_server(daemon, config, settings, tls, gateway, front_ends)
     admin = make_admin_server(server, config, front_ends)

@@ -73,7 +73,7 @@ def create_app(
     access = Access() if access is None else access
     admission = Admission(service, access) if admission is None else admission
     responses = StoredResponses() if responses is None else responses
-    service = gated(service, access, admission)
+    service = gated(service, access, admission, ledger)
     return Litestar(
         route_handlers=[
             *model_routes(service),

@@ -157,7 +157,7 @@ def list_keys(config: Path, file: Path | None, as_json: bool) -> None:
         for each in found
     ]  # fmt: skip
     columns = ["NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES"]
-    print_table([*columns, "RPM", "TPM", "A MONTH", "AT ONCE"], rows)
+    print_table([*columns, "RPM", "TPM", "MONTHLY", "AT ONCE"], rows)
 
 
 @key.command()

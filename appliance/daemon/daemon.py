@@ -183,8 +183,6 @@ class Daemon:
         """Called when the daemon cannot go on: its books are no longer true."""
         self.front_ends_missing: Callable[[], str | None] = _nothing
         """Why no front end answers requests; None if one does."""
-        self.ledger_trouble: Callable[[], str] = str
-        """Why usage is not written down now; "" if it is."""
         self._clock = clock
         self._started = clock()
         self._reported = self._started
@@ -234,11 +232,10 @@ class Daemon:
             models, machine, self.workers.values(), feed, metrics, handle, self._forget_model
         )
         policies = self._decisions.policies
-        judged = (lambda: policies.changes, self._watch_seconds)
+        judged = (lambda: policies.changes, self._watch_seconds, plan.ranks_of)
         self._requests = RequestStreams(
             self.catalogue, machine, handle, feed, metrics, clock, *judged
         )
-        self._requests.phases.devices = plan.ranks_of
         self._links = WorkerLinks(self.workers, self._requests.streams, metrics)
         self._counters = WorkCounters(metrics, feed)
         self._timeline = Timeline(
@@ -438,7 +435,6 @@ class Daemon:
             self.limits.progress_seconds,
             self.front_ends_missing(),
             None if self._start_worker is None else self._start_worker.trouble(),
-            self.ledger_trouble(),
         )
 
     def progresses(self) -> bool:

@@ -21,13 +21,11 @@ def readiness(
     progress_seconds: float,
     no_front_end: str | None = None,
     no_start: str | None = None,
-    ledger_trouble: str = "",
 ) -> Readiness:
     """Ready is a daemon with an instance that is up (`no_start` says why none could be started)
     and a front end that is ready (`no_front_end` says why there is none), while every request got a
     token, or came, in the last `progress_seconds`. Degraded is one with an instance in quarantine,
-    with models that no instance which is up can serve, or whose ledger is in trouble. It names no
-    model: probes need no key."""
+    or with models that no instance which is up can serve. It names no model: probes need no key."""
     instances = machine.instances.values()
     quarantined = [instance.id for instance in instances if instance.quarantine is not None]
     reasons = []
@@ -52,8 +50,6 @@ def readiness(
             degraded.append(
                 f"no instance is up that can serve {idle} of {len(machine.models)} models"
             )
-    if ledger_trouble:
-        degraded.append(ledger_trouble)
     return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
 
 

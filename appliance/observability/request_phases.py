@@ -79,8 +79,14 @@ class RequestPhases:
     a report costs O(requests it names); a worker's death looks at all.
     """
 
-    def __init__(self, *, keeps_stretches: bool = False) -> None:
-        """With `keeps_stretches` it also tells when each phase was, of the first of them."""
+    def __init__(
+        self,
+        *,
+        keeps_stretches: bool = False,
+        devices: Callable[[InstanceId], int] = lambda _: 1,
+    ) -> None:
+        """With `keeps_stretches` it also tells when each phase was, of the first of them. An
+        instance computes on so many `devices`."""
         self.keeps_stretches = keeps_stretches
         self._records: dict[RequestId, _Record] = {}
         self._loads: dict[tuple[InstanceId, ModelName], tuple[float, float | None]] = {}
@@ -89,8 +95,7 @@ class RequestPhases:
         """What runs."""
         self._paused: dict[InstanceId, RunTurn] = {}
         """What ran last, until something else does."""
-        self.devices: Callable[[InstanceId], int] = lambda _: 1
-        """How many devices an instance computes on."""
+        self._devices = devices
         self._shares: dict[InstanceId, DeviceShare] = {}
 
     def arrived(self, request: RequestId, model: ModelName, now: float) -> None:
@@ -229,7 +234,7 @@ class RequestPhases:
             record.share = None
         if instance is not None:
             if instance not in self._shares:
-                self._shares[instance] = DeviceShare(self.devices(instance))
+                self._shares[instance] = DeviceShare(self._devices(instance))
             record.share = self._shares[instance]
             record.share_began = record.share.change(1, now)
 
