@@ -36,7 +36,7 @@ KEY_GONE: Final = ("invalid_api_key", "the API key of the batch was revoked, or 
 _TRIES: Final = 5
 """How often a request is asked that the appliance could not serve for reasons of its own, such as
 a front end that died of it."""
-_HELD_UP: Final = frozenset({"overloaded", "model_draining", "no_instance"})
+_HELD_UP: Final = frozenset({"overloaded", "model_draining", "no_instance", "usage_not_counted"})
 """What passes, however long it takes: as with a full queue, it is not the request's fault. The
 window of the batch bounds it."""
 _AFTER_RESTART: Final = frozenset({"shutting_down", "internal_error"})
