@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from appliance.daemon.reload import LiveConfig, tls_pair
 from appliance.daemon.served_model import served_model
 from appliance.errors import ApplianceError, CeilingsError
 from appliance.gateway.acceptor import FrontEnds
+from appliance.gateway.accounts import Accounts
 from appliance.gateway.guide_trials import GuideTrials
 from appliance.gateway.remote_images import RemoteImages
 from appliance.gateway.sessions import FrontSettings, Sessions
@@ -73,6 +74,7 @@ from appliance.platform.wall_clock import WallClock, newest_change
 from appliance.scheduling.cost_model import FIRST_GUESS_LOAD_BYTES_PER_SECOND
 from appliance.service.front_frames import Handover
 from appliance.service.settings import Settings
+from appliance.usage.ledger import Ledger
 
 if TYPE_CHECKING:
     from appliance.observability.tracing import Traces
@@ -119,6 +121,7 @@ async def _serve(config: Config, path: Path) -> int:
     gateway = make_gateway(daemon, config, processes)
     front_ends = Supervisor(processes, gateway.sessions.open)
     daemon.front_ends_missing = front_ends.not_ready
+    ledger = gateway.ledger
     guides = gateway.sessions.guides = GuideTrials(front_ends.forks, models=daemon.front_models)
     server = make_server(daemon, config, settings, tls, gateway, front_ends)
     admin = make_admin_server(server, config, front_ends)
@@ -141,7 +144,8 @@ async def _serve(config: Config, path: Path) -> int:
     guides.start()
     try:
         with reloading(settings, notifier):
-            async with running(admin), aclosing(guides):
+            closing = nullcontext() if ledger is None else aclosing(ledger)
+            async with closing, running(admin), aclosing(guides):
                 return await lifetime.run()
     finally:
         _is_ending()
@@ -271,16 +275,18 @@ def _traces(config: Config) -> Traces | None:
 
 
 class Gateway(NamedTuple):
-    """Who may ask, which requests begin, the calls of front ends, and the time."""
+    """Who may ask, which requests begin, the calls of front ends, the time, and what was used."""
 
     access: Access
     admission: Admission
     sessions: Sessions
     clock: WallClock
+    ledger: Ledger | None = None
 
 
 def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
-    """The gateway in front of a daemon; it tells `processes` front ends of the daemon's models."""
+    """The gateway in front of a daemon; it tells `processes` front ends of the daemon's models.
+    Raises `ApplianceError` if the ledger of usage cannot be opened."""
     api = config.api
     keys = KeyRing(Path(api.keys)) if api.keys else None
     clock = WallClock(not_before=newest_change([Path(api.keys)]) if api.keys else 0.0)
@@ -308,10 +314,22 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
         root_path=api.root_path,
         most_in_use=_most_of_front_end(config, processes),
     )
-    sessions = Sessions(daemon, access, admission, settings)
+    ledger = _ledger(config, clock)
+    sessions = Sessions(daemon, access, admission, settings, Accounts(access, ledger))
     sessions.remote_images = RemoteImages(ImageHosts(api.image_hosts, api.image_networks))
     daemon.catalogue.on_change = sessions.catalogue_changed
-    return Gateway(access, admission, sessions, clock)
+    return Gateway(access, admission, sessions, clock, ledger)
+
+
+def _ledger(config: Config, clock: WallClock) -> Ledger | None:
+    """What keys used, if that is to be written down. Raises `ApplianceError`."""
+    wanted = config.usage
+    if not wanted.directory:
+        return None
+    folder, months = Path(wanted.directory), wanted.keep_months
+    ledger = Ledger(folder, keep_months=months, max_rows=wanted.max_rows, now=clock.now)
+    ledger.open()
+    return ledger
 
 
 def _most_of_front_end(config: Config, processes: int) -> int | None:
@@ -350,6 +368,7 @@ def make_server(
         responses=gateway.sessions.responses,
         max_bodies_bytes=_most_of_bodies(config),
         bodies=gateway.sessions.bodies,
+        ledger=gateway.ledger,
     )
     return Server(
         uvicorn.Config(

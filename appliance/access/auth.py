@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -86,6 +87,36 @@ class LimitMet(ApiError):
             code="rate_limit_exceeded",
             headers={**dict(headers), "Retry-After": str(seconds)},
         )
+
+
+class BudgetSpent(ApiError):
+    """429: the key has spent its tokens of this month, or too many of them for what it asks."""
+
+    def __init__(
+        self, budget: int, spent: int, needed: int, now: float, *, others_may_give_back: bool
+    ) -> None:
+        """`needed` is what the request may come to, and `now` Unix time. Others of the key that are
+        computed have reserved what they may need, and may give some of it back."""
+        renewal = renewal_of(now)
+        seconds = 1 if others_may_give_back else max(1, math.ceil(renewal.timestamp() - now))
+        message = (
+            f"the monthly budget of this key is {budget} tokens, {spent} are spent, and this "
+            f"request may need {needed}"
+        )
+        if others_may_give_back:
+            message += "; others of the key have reserved the rest: try again when they are over"
+        elif spent < budget:
+            message += f"; ask for fewer (max_tokens), or wait: it renews on {renewal:%Y-%m-%d} UTC"
+        else:
+            message += f"; it renews on {renewal:%Y-%m-%d} UTC"
+        headers = {"Retry-After": str(seconds)}
+        super().__init__(429, message, code="insufficient_quota", headers=headers)
+
+
+def renewal_of(now: float) -> datetime:
+    """When monthly budgets renew next: the first moment of the next month, in UTC."""
+    date = datetime.fromtimestamp(now, UTC)
+    return datetime(date.year + date.month // 12, date.month % 12 + 1, 1, tzinfo=UTC)
 
 
 class Used(NamedTuple):

@@ -76,6 +76,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Whether a request may have a guide, such as a JSON schema that its answer follows."""
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
+    tokens_per_month: _Limit | None = None
     concurrency: _Limit | None = None
 
     def expired(self, now: float) -> bool:
@@ -100,6 +101,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """After so long: ``30d``, ``12h``, ``90m``; never if it is left out."""
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
+    tokens_per_month: _Limit | None = None
     concurrency: _Limit | None = None
 
 

@@ -17,6 +17,7 @@ from appliance.api.admin.keys import key_routes
 from appliance.api.admin.models import model_admin_routes
 from appliance.api.admin.policies import policy_routes
 from appliance.api.admin.requests import request_routes
+from appliance.api.admin.usage import usage_routes
 from appliance.api.admin.watch import watch_routes
 from appliance.api.batch.files import file_routes
 from appliance.api.batch.message_routes import message_batch_routes
@@ -37,6 +38,7 @@ from appliance.http.request_ids import name_answer
 from appliance.service.front_frames import BodyActivity
 from appliance.service.interface import Service
 from appliance.service.settings import Settings
+from appliance.usage.ledger import Ledger
 
 KEEP_ALIVE_SECONDS = 5.0
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -55,6 +57,7 @@ def create_app(
     responses: StoredResponses | None = None,
     max_bodies_bytes: int = MAX_BODIES_BYTES,
     bodies: Callable[[], list[BodyActivity]] = list,
+    ledger: Ledger | None = None,
 ) -> Litestar:
     """What the core itself answers, for any ASGI server: all but what front ends do.
 
@@ -63,13 +66,14 @@ def create_app(
     `access` no key is needed. `admission` knows the requests that wait for their turn. `batches`
     run as long as the application lives (ASGI's lifespan); without them there are no files either.
     `responses` are those that front ends stored. Bodies of requests that are held at once have
-    `max_bodies_bytes` at most; `bodies` are those that front ends hold.
+    `max_bodies_bytes` at most; `bodies` are those that front ends hold. The `ledger` says what keys
+    used.
     """
     budget = BodyBudget(max_bodies_bytes)
     access = Access() if access is None else access
     admission = Admission(service, access) if admission is None else admission
     responses = StoredResponses() if responses is None else responses
-    service = gated(service, access, admission)
+    service = gated(service, access, admission, ledger)
     return Litestar(
         route_handlers=[
             *model_routes(service),
@@ -83,6 +87,7 @@ def create_app(
             *request_routes(service, lambda: [*budget.coming(), *bodies()]),
             *instance_routes(service),
             *key_routes(service, access),
+            *usage_routes(ledger, access),
             *model_admin_routes(service, settings),
             *([] if settings is None else config_routes(service, settings)),
             *([] if settings is None else catalogue_routes(service, settings)),

@@ -16,26 +16,33 @@ from appliance.service.interface import (
     InstanceActivity,
     ModelCard,
     ModelNotFound,
+    Readiness,
     RequestActivity,
     Service,
     Snapshot,
 )
+from appliance.usage.ledger import Ledger
 from appliance.vocabulary import ModelName, RequestId
 
 
-def gated(service: Service, access: Access, admission: Admission) -> Service:
+def gated(
+    service: Service, access: Access, admission: Admission, ledger: Ledger | None = None
+) -> Service:
     """`service` as the caller of the request that is answered may see it
     (`appliance.access.auth.current`)."""
-    return cast(Service, _Gate(service, access, admission))
+    return cast(Service, _Gate(service, access, admission, ledger))
 
 
 class _Gate:
     """Answers itself what depends on the caller; everything else is the service's own."""
 
-    def __init__(self, service: Service, access: Access, admission: Admission) -> None:
+    def __init__(
+        self, service: Service, access: Access, admission: Admission, ledger: Ledger | None
+    ) -> None:
         self._service = service
         self._access = access
         self._admission = admission
+        self._ledger = ledger
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
@@ -85,7 +92,18 @@ class _Gate:
     def snapshot(self) -> Snapshot:
         snapshot = self._service.snapshot()
         requests = tuple(self._with_waiting(snapshot.requests))
-        return msgspec.structs.replace(snapshot, requests=requests)
+        readiness = self._with_ledger(snapshot.readiness)
+        return msgspec.structs.replace(snapshot, requests=requests, readiness=readiness)
+
+    def readiness(self) -> Readiness:
+        """Also whether usage is written down."""
+        return self._with_ledger(self._service.readiness())
+
+    def _with_ledger(self, readiness: Readiness) -> Readiness:
+        if self._ledger is None or not self._ledger.trouble:
+            return readiness
+        degraded = (*readiness.degraded, self._ledger.trouble)
+        return msgspec.structs.replace(readiness, degraded=degraded)
 
     def metrics(self) -> bytes:
         metrics = self._access.metrics

@@ -74,6 +74,10 @@ def key() -> None:
 @click.option("--expires", "lifetime", type=DurationType(), help="After so long: 30d, 12h, 90m.")
 @click.option("--requests-per-minute", type=limit)
 @click.option("--tokens-per-minute", type=limit, help="Prompts and answers together.")
+@click.option(
+    "--tokens-per-month", type=limit,
+    help="Prompts and answers together, of a calendar month in UTC; it needs usage.directory.",
+)  # fmt: skip
 @click.option("--concurrency", type=limit, help="Requests at once.")
 @its_config
 @file_option
@@ -88,6 +92,7 @@ def create(
     lifetime: str | None,
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
+    tokens_per_month: int | None,
     concurrency: int | None,
     config: Path,
     file: Path | None,
@@ -107,6 +112,7 @@ def create(
         expires=lifetime,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
+        tokens_per_month=tokens_per_month,
         concurrency=concurrency,
     )
     try:
@@ -147,15 +153,16 @@ def list_keys(config: Path, file: Path | None, as_json: bool) -> None:
             _date(each.created_seconds),
             "expired" if each.expired(now) else _date(each.expires_seconds),
             *(_bound(n) for n in (
-                each.requests_per_minute, each.tokens_per_minute, each.concurrency
+                each.requests_per_minute,
+                each.tokens_per_minute,
+                each.tokens_per_month,
+                each.concurrency,
             )),
         ]
         for each in found
     ]  # fmt: skip
-    print_table(
-        ["NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES", "RPM", "TPM", "AT ONCE"],
-        rows,
-    )
+    columns = ["NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES"]
+    print_table([*columns, "RPM", "TPM", "MONTHLY", "AT ONCE"], rows)
 
 
 @key.command()

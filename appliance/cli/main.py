@@ -34,6 +34,7 @@ from appliance.cli.policies import policy
 from appliance.cli.pull import pull
 from appliance.cli.requests import cancel, requests, why
 from appliance.cli.top import logs, top
+from appliance.cli.usage import usage
 from appliance.client import checked, connect, event_lines, fail, get, unreachable, url_option
 from appliance.config.checks import warnings
 from appliance.config.layers import ignored_rows
@@ -234,7 +235,7 @@ def docs() -> None:
 cli.add_command(instance)
 cli.add_command(key)
 cli.add_command(policy)
-for command in (requests, why, cancel):
+for command in (requests, why, cancel, usage):
     cli.add_command(command)
 for command in (pull, rm, show, load, stop, pin, unpin, drain, resume, limit):
     cli.add_command(command)

@@ -82,6 +82,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
         for key, path in (
             (("journal", "path"), config.journal.path),
             (("batches", "directory"), config.batches.directory),
+            (("usage", "directory"), config.usage.directory),
             (("devices", "kv_spill", "directory"), config.devices.kv_spill.directory),
         ):
             if path and not Path(path).parent.is_dir():

@@ -168,6 +168,9 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         devices = replace(devices, ceilings=absolute_path(base, devices.ceilings))
     if batches.directory:
         batches = replace(batches, directory=absolute_path(base, batches.directory))
+    usage = config.usage
+    if usage.directory:
+        usage = replace(usage, directory=absolute_path(base, usage.directory))
     folder = config.catalog.folder
     if folder == AUTO:
         given = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
@@ -197,6 +200,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         journal=journal,
         devices=devices,
         batches=batches,
+        usage=usage,
         catalog=catalog,
         models=models,
     )

@@ -526,6 +526,31 @@ class Batches(Section, kw_only=True):
     ] = 30
 
 
+class Usage(Section, kw_only=True):
+    """The ledger of what each key used (`appliance usage`); it survives kills and restarts."""
+
+    directory: Annotated[
+        str,
+        Meta(
+            description="Folder, of its own, for it, relative to this file; it is made if it is "
+            'not there. "" for none: nothing is counted, and keys with `tokens_per_month` are '
+            "refused. A change waits for a restart."
+        ),
+    ] = ""
+    keep_months: Annotated[
+        int,
+        Meta(ge=1, le=1200, description="Rows are kept for so many whole months, and this one."),
+    ] = 13
+    max_rows: Annotated[
+        int,
+        Meta(
+            ge=1000,
+            description="Most rows, one for each day, key, model and outcome, all in memory (0.5 "
+            "KB each). When there are more, the oldest days leave.",
+        ),
+    ] = 200_000
+
+
 class Log(Section, kw_only=True):
     """What the daemon and its workers write to standard error."""
 
@@ -906,6 +931,7 @@ class Config(Section, kw_only=True):
     policy: PolicyTable = PolicyTable()
     journal: JournalFile = JournalFile()
     batches: Batches = Batches()
+    usage: Usage = Usage()
     log: Log = Log()
     telemetry: Telemetry = Telemetry()
     catalog: Catalog = Catalog()
@@ -967,6 +993,7 @@ def schema() -> dict[str, tuple[type[Section], dict[str, SchemaField]]]:
         "[policy]": (PolicyTable, fields(PolicyTable)),
         "[journal]": (JournalFile, fields(JournalFile)),
         "[batches]": (Batches, fields(Batches)),
+        "[usage]": (Usage, fields(Usage)),
         "[log]": (Log, fields(Log)),
         "[telemetry]": (Telemetry, fields(Telemetry)),
         "[catalog]": (Catalog, fields(Catalog)),

@@ -232,7 +232,7 @@ class Daemon:
             models, machine, self.workers.values(), feed, metrics, handle, self._forget_model
         )
         policies = self._decisions.policies
-        judged = (lambda: policies.changes, self._watch_seconds)
+        judged = (lambda: policies.changes, self._watch_seconds, plan.ranks_of)
         self._requests = RequestStreams(
             self.catalogue, machine, handle, feed, metrics, clock, *judged
         )

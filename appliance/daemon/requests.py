@@ -33,6 +33,7 @@ from appliance.vocabulary import (
     Event,
     Finish,
     FinishReason,
+    InstanceId,
     ModelName,
     Reject,
     RequestArrived,
@@ -78,13 +79,15 @@ class RequestStreams:
         clock: Callable[[], float],
         policy_changes: Callable[[], int],
         watch_seconds: Callable[[], float],
+        devices: Callable[[InstanceId], int] = lambda _: 1,
     ) -> None:
         """`handle` gives the machine an event; `policy_changes` says how often other policies came
-        to decide, `watch_seconds` how long the autopilot watches changes."""
+        to decide, `watch_seconds` how long the autopilot watches changes, `devices` how many an
+        instance computes on."""
         self.streams: dict[RequestId, RequestStream] = {}
         self.windows: defaultdict[ModelName, SloWindow] = defaultdict(SloWindow)
         self.promises = PromiseCount(policy_changes, watch_seconds)
-        self.phases = RequestPhases()
+        self.phases = RequestPhases(devices=devices)
         self._models = models
         self._machine = machine
         self._handle = handle

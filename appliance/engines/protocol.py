@@ -67,6 +67,8 @@ class Produced(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: int
     finished: FinishReason | None = None
     detail: bytes | None = None
+    cached: int = 0
+    """With the first output: tokens of the prompt that the prefix cache had."""
 
     @property
     def tokens(self) -> int:

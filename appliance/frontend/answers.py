@@ -72,6 +72,8 @@ class AnswerGuard:
 
     async def send(self, message: Message) -> None:
         """Take a message of the application's answer."""
+        if self._call.unsettled:
+            await self._call.until_settled()
         if self._is_flowing() and message.get("more_body", False):  # nearly all: tokens of streams
             self._last = self._loop.time()
             await self._send(message)

@@ -60,6 +60,11 @@ class Call:
         """Called whenever a request of it is submitted."""
         self.requests: set[RequestId] = set()
         """Those that the core computes, or decides about."""
+        self.states: dict[RequestId, Any] = {}
+        """vLLM's states of its requests, until the call is over."""
+        self.unsettled: set[RequestId] = set()
+        """Those that a stop string ended, and that the core has not counted yet."""
+        self._settled = asyncio.Event()
         self._submitted = False
         self.refusal: Refused | None = None
         """The first refusal of a request of the call."""
@@ -83,6 +88,18 @@ class Call:
             self.headers.append((REQUEST_HEADER, request))
         self.requests.add(request)
         self.on_submit()
+
+    def settle(self, request: RequestId) -> None:
+        """The core has counted a request that a stop string ended."""
+        self.unsettled.discard(request)
+        if not self.unsettled:
+            self._settled.set()
+
+    async def until_settled(self) -> None:
+        """Until the core has counted all of those."""
+        while self.unsettled:
+            self._settled.clear()
+            await self._settled.wait()
 
     def refuse(self, refusal: Refused) -> None:
         """Keep the first refusal, and say that the core has decided."""

@@ -33,6 +33,8 @@ from appliance.service.front_frames import (
     Reading,
     Refused,
     Run,
+    Settled,
+    Stopped,
     StopRun,
     Submit,
     TookImage,
@@ -104,6 +106,8 @@ class Core(asyncio.Protocol):
         self._finding: dict[int, asyncio.Future[FoundResponse]] = {}
         self._fetching: dict[int, asyncio.Future[FetchedImage]] = {}
         self._requests: dict[RequestId, _Request] = {}
+        self._stopped: dict[RequestId, Call] = {}
+        """Those that a stop string ended, and that the core has not counted yet."""
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         """Set when the core's end of the link is closed."""
@@ -215,6 +219,15 @@ class Core(asyncio.Protocol):
         if live:
             self.send(Abort(live, reason))
 
+    def stop(self, call: Call, request: RequestId, output_tokens: int) -> None:
+        """A stop string ended a request, whose client is sent so many tokens of output. Nothing
+        more goes to the client until the core has counted it."""
+        self._forget(request)
+        if not self.gone.is_set():
+            call.unsettled.add(request)
+            self._stopped[request] = call
+            self.send(Stopped(call.number, request, output_tokens))
+
     def reading(self, call: Call, *, reads: bool) -> None:
         """The call's client stopped to take its answer, or takes it again."""
         if call.requests:
@@ -253,6 +266,8 @@ class Core(asyncio.Protocol):
                     answer.set_result(frame)
             case Refused():
                 self._refused(frame)
+            case Settled():
+                self._settled(frame.request)
             case FoundResponse():
                 found = self._finding.get(frame.call)
                 if found is not None and not found.done():
@@ -315,6 +330,11 @@ class Core(asyncio.Protocol):
         elif not known.admission.done():
             known.admission.set_exception(RequestRefused(refused))
 
+    def _settled(self, request: RequestId) -> None:
+        call = self._stopped.pop(request, None)
+        if call is not None:
+            call.settle(request)
+
     # --- the link --------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
@@ -336,6 +356,8 @@ class Core(asyncio.Protocol):
         _fail([self._welcome], ConnectionError("the core is gone"))
         waiting = (self._entering, self._finding, self._fetching)
         _fail([future for of in waiting for future in of.values()], CallRefused(_GONE))
+        for request in list(self._stopped):
+            self._settled(request)
         for request, known in list(self._requests.items()):
             if known.admission is not None:
                 self._refused(msgspec.structs.replace(_GONE, request=request))

@@ -12,6 +12,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ from appliance.access.admission import Admission
 from appliance.access.auth import Access, Caller, Credentials
 from appliance.access.keys import Scope
 from appliance.engines.protocol import GuideRefused, Produced
+from appliance.gateway.accounts import Account, Accounts, Charge
 from appliance.gateway.held_bodies import HeldBodies
 from appliance.gateway.image_fetches import ImageFetches
 from appliance.gateway.remote_images import RemoteImages
@@ -55,6 +57,8 @@ from appliance.service.front_frames import (
     Ready,
     Refused,
     Run,
+    Settled,
+    Stopped,
     StopRun,
     Submit,
     TookImage,
@@ -70,6 +74,7 @@ from appliance.service.interface import (
     SubmitRequest,
     Trace,
 )
+from appliance.usage.entries import CUT, WHOLE
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId
 
 MAX_CALLS: Final = 4096
@@ -125,8 +130,15 @@ class Sessions:
     """The conversations with all front ends."""
 
     def __init__(
-        self, service: Inference, access: Access, admission: Admission, settings: FrontSettings
+        self,
+        service: Inference,
+        access: Access,
+        admission: Admission,
+        settings: FrontSettings,
+        accounts: Accounts | None = None,
     ) -> None:
+        """`accounts` say what each key used; without them nothing does."""
+        self.accounts = Accounts(access) if accounts is None else accounts
         self.service = service
         self.access = access
         self.admission = admission
@@ -187,14 +199,14 @@ class Sessions:
                 return model
         raise ModelNotFound(name)
 
-    async def ask(self, caller: Caller, path: str, body: bytes) -> Answered:
+    async def ask(self, caller: Caller, path: str, body: bytes, line: str = "") -> Answered:
         """Have the front end that has least to do answer a line of a batch, as work of the class
-        batch. Raises `NoFrontEnd` and `FrontEndLost`."""
+        batch. `line` is its id in the ledger. Raises `NoFrontEnd` and `FrontEndLost`."""
         ready = [session for session in self._open if session.ready]
         if not ready:
             raise NoFrontEnd("no front end is ready")
         session = min(ready, key=lambda session: session.calls)
-        return await session.run(-next(self._numbers), caller, path, body)
+        return await session.run(-next(self._numbers), caller, path, body, line)
 
 
 class Session:
@@ -246,6 +258,8 @@ class Session:
             case Abort():
                 for name in frame.requests:
                     self._abort(name, frame.reason)
+            case Stopped():
+                self._stopped(frame)
             case Reading():
                 for name in frame.requests:
                     if (request := self._requests.get(name)) is not None:
@@ -318,7 +332,8 @@ class Session:
             return
         parent = asking.headers.get("traceparent", "")
         trace = Trace(path=frame.path, parent=parent if len(parent) <= LONGEST_PARENT else "")
-        self._calls[frame.call] = _Call(caller, counted=counted, trace=trace)
+        account = self._sessions.accounts.open(caller)
+        self._calls[frame.call] = _Call(caller, account, counted=counted, trace=trace)
         headers = tuple(self._access.rate_headers(caller)) if counted else ()
         key = None if caller.key is None else caller.key.name
         self._send(Entered(call=frame.call, key=key, models=_models(caller), headers=headers))
@@ -339,8 +354,9 @@ class Session:
             self._sessions.responses.end(call.response, "failed")
         if call.stream is not None:
             call.stream.connection.close()
-        if call.answer is not None and not call.answer.done():
-            call.answer.set_exception(unanswered)
+        if call.answer is not None:
+            whole = call.ran is not None and call.ran.status < 400
+            call.account.close_line(WHOLE if whole else CUT, partial(call.give_answer, unanswered))
 
     # --- stored responses ------------------------------------------------------------------------
 
@@ -395,10 +411,11 @@ class Session:
 
     # --- lines of batches ------------------------------------------------------------------------
 
-    async def run(self, number: int, caller: Caller, path: str, body: bytes) -> Answered:
+    async def run(self, number: int, caller: Caller, path: str, body: bytes, line: str) -> Answered:
         """Have a line of a batch answered. Raises `FrontEndLost`."""
         answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-        self._calls[number] = _Call(caller, answer=answer)
+        account = self._sessions.accounts.open(caller, line)
+        self._calls[number] = _Call(caller, account, answer=answer)
         key = None if caller.key is None else caller.key.name
         self._send(Run(call=number, path=path, body=body, models=_models(caller), key=key))
         try:
@@ -413,15 +430,14 @@ class Session:
         call = self._calls.get(frame.call)
         if call is None or call.answer is None:
             return
-        if not call.answer.done():
-            answered = Answered(frame.status, frame.body, frame.headers, call.refused)
-            call.answer.set_result(answered)
+        call.ran = Answered(frame.status, frame.body, frame.headers, call.refused)
         self._leave(frame.call)
 
     # --- requests --------------------------------------------------------------------------------
 
     def _submit(self, frame: Submit) -> None:
         call = self._calls.get(frame.call)
+        charge: Charge | None = None
         try:
             if call is None:
                 raise GenerationFailed("call_not_found", f"there is no call {frame.call}", 409)
@@ -434,7 +450,8 @@ class Session:
                     "request_exists", f"a request {frame.request!r} is computed already", 409
                 )
             self._sessions.held.take(frame.request, call.caller.owner, len(frame.body))
-            request = _Request(self, frame.request, frame.call)
+            charge = call.account.begin(frame)
+            request = _Request(self, frame.request, frame.call, charge)
             asked = _asked(frame, call)
             if frame.guide:
                 call.caller.check_guides()
@@ -447,6 +464,8 @@ class Session:
         except Exception as error:
             if frame.request not in self._sessions.live:
                 self._sessions.held.release(frame.request)
+                if charge is not None:
+                    charge.drop()
             self._send(self._refused(call, error, frame.call, frame.request))
             return
         self._requests[frame.request] = request
@@ -489,6 +508,21 @@ class Session:
             self._release(request)
             request.cancel(reason)
 
+    def _stopped(self, frame: Stopped) -> None:
+        """A stop string ended a request, which may be over here with more tokens."""
+        call = self._calls.get(frame.call)
+        charge = None if call is None else call.account.charges.get(frame.request)
+        settled = partial(self._settled, Settled(frame.call, frame.request))
+        if charge is None:
+            settled()
+        else:
+            charge.stopped(frame.output_tokens, settled)
+            self._abort(frame.request, FinishReason.STOP)
+
+    def _settled(self, frame: Settled) -> None:
+        if not self._lost:
+            self._send(frame)
+
     def _release(self, request: _Request) -> None:
         """The front end gets no more frames about a request."""
         self._requests.pop(request.id, None)
@@ -500,6 +534,8 @@ class Session:
         self._release(request)
         self._sessions.live.discard(request.id)
         self._sessions.held.release(request.id)
+        if not request.charge.over:  # it was never computed
+            request.charge.drop()
 
     def make_room(self, produced: Produced | None) -> None:
         """Send what waits, if a detail would be too much for a frame together with it."""
@@ -523,6 +559,8 @@ class Session:
 
     def give_up(self, request: _Request, failure: Exception) -> None:
         """The appliance gave a request up."""
+        if self._lost:
+            return
         self._flush()  # what came of it before
         call = self._calls.get(request.call)
         self._send(self._refused(call, failure, request.call, request.id))
@@ -553,10 +591,12 @@ class _Call:
     """One HTTP request, or one line of a batch."""
 
     __slots__ = (
+        "account",
         "answer",
         "caller",
         "cancelled",
         "counted",
+        "ran",
         "refused",
         "requests",
         "response",
@@ -567,6 +607,7 @@ class _Call:
     def __init__(
         self,
         caller: Caller,
+        account: Account,
         *,
         counted: bool = False,
         trace: Trace | None = None,
@@ -575,6 +616,7 @@ class _Call:
         """`counted` calls are among the requests of their key. A line of a batch has an
         `answer`."""
         self.caller = caller
+        self.account = account
         self.counted = counted
         self.trace = trace
         self.answer = answer
@@ -587,6 +629,17 @@ class _Call:
         """What it makes in the background."""
         self.cancelled = False
         """Whether the client gave that up."""
+        self.ran: Answered | None = None
+        """The answer of a line, as its front end said it."""
+
+    def give_answer(self, unanswered: Exception) -> None:
+        """A line has its answer, and what it came to is counted; or it has none."""
+        if self.answer is None or self.answer.done():
+            return
+        if self.ran is None:
+            self.answer.set_exception(unanswered)
+        else:
+            self.answer.set_result(self.ran)
 
 
 class _Request:
@@ -601,15 +654,17 @@ class _Request:
         "_waiting",
         "_wanted",
         "call",
+        "charge",
         "guide",
         "guiding",
         "id",
         "owner",
     )
 
-    def __init__(self, session: Session, name: RequestId, call: int) -> None:
+    def __init__(self, session: Session, name: RequestId, call: int, charge: Charge) -> None:
         self.id = name
         self.call = call
+        self.charge = charge
         self.guiding: asyncio.Task[None] | None = None
         """Has its guide compiled; it is submitted afterwards."""
         self.guide: tuple[FrontModel, bytes] | None = None
@@ -647,6 +702,7 @@ class _Request:
     # --- what the service says -------------------------------------------------------------------
 
     def produced(self, produced: Produced) -> None:
+        self.charge.produced(produced)
         if not self._wanted:
             return
         if produced.finished is not None:
@@ -664,7 +720,13 @@ class _Request:
         session.put(output)
 
     def ended(self, times: RequestTimes | None, failure: Exception | None) -> None:
+        """Its client is sent the end once that is counted."""
+        last = None if failure is not None else self._last
+        finished = None if last is None else last.finished
+        self.charge.end(finished, times, partial(self._end, times, failure))
         self._session.forget(self)
+
+    def _end(self, times: RequestTimes | None, failure: Exception | None) -> None:
         if not self._wanted:
             return
         self._wanted = False

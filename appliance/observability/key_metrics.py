@@ -45,8 +45,9 @@ class KeyMetrics:
         )
         self._refusals = self.registry.counter(
             "appliance_key_rejections",
-            "Requests of a key that got 429; `limit` is `requests`, `tokens`, `concurrency`, or "
-            "`waiting` if too many of its requests wait, or one has waited too long.",
+            "Requests of a key that got 429; `limit` is `requests`, `tokens`, `concurrency`, "
+            "`budget` for the tokens of a month, or `waiting` if too many of its requests wait, or "
+            "one has waited too long.",
             "key",
             "limit",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Final
@@ -32,6 +33,25 @@ PAUSE_SECONDS: Final = 0.001
 
 
 @dataclass(slots=True)
+class DeviceShare:
+    """The time of an instance, divided evenly among the requests that it computes at once. One
+    that comes or leaves costs O(1): `each` is what a request would have that was always there."""
+
+    devices: int = 1
+    requests: int = 0
+    each: float = 0.0
+    until: float = 0.0
+
+    def change(self, requests: int, now: float) -> float:
+        """So many more requests from now on, or fewer; what each has had until now."""
+        if self.requests:
+            self.each += (now - self.until) * self.devices / self.requests
+        self.until = now
+        self.requests += requests
+        return self.each
+
+
+@dataclass(slots=True)
 class _Record:
     """One request: the phase it is in, and what the ones before took. Seconds."""
 
@@ -44,6 +64,10 @@ class _Record:
     reads: bool = True
     """Whether its client takes what is made."""
     stretches: list[Stretch] = field(default_factory=list)
+    share: DeviceShare | None = None
+    """Of the instance that computes it now."""
+    share_began: float = 0.0
+    device_seconds: float = 0.0
 
 
 class RequestPhases:
@@ -55,8 +79,14 @@ class RequestPhases:
     a report costs O(requests it names); a worker's death looks at all.
     """
 
-    def __init__(self, *, keeps_stretches: bool = False) -> None:
-        """With `keeps_stretches` it also tells when each phase was, of the first of them."""
+    def __init__(
+        self,
+        *,
+        keeps_stretches: bool = False,
+        devices: Callable[[InstanceId], int] = lambda _: 1,
+    ) -> None:
+        """With `keeps_stretches` it also tells when each phase was, of the first of them. An
+        instance computes on so many `devices`."""
         self.keeps_stretches = keeps_stretches
         self._records: dict[RequestId, _Record] = {}
         self._loads: dict[tuple[InstanceId, ModelName], tuple[float, float | None]] = {}
@@ -65,6 +95,8 @@ class RequestPhases:
         """What runs."""
         self._paused: dict[InstanceId, RunTurn] = {}
         """What ran last, until something else does."""
+        self._devices = devices
+        self._shares: dict[InstanceId, DeviceShare] = {}
 
     def arrived(self, request: RequestId, model: ModelName, now: float) -> None:
         self._records[request] = _Record(model, now)
@@ -73,6 +105,7 @@ class RequestPhases:
         """The request is over, and forgotten here."""
         record = self._records.pop(request)
         self._enter(record, record.phase, now)
+        self._share(record, None, now)
         queue, load, prefill, decode, preempted = record.seconds
         return RequestTimes(
             queue_seconds=queue,
@@ -82,6 +115,7 @@ class RequestPhases:
             preempted_seconds=preempted,
             preemptions=record.preemptions,
             instances=tuple(record.instances),
+            device_seconds=record.device_seconds,
             stretches=tuple(record.stretches),
         )
 
@@ -191,6 +225,18 @@ class RequestPhases:
             _keep(record, record.phase, record.since, now)
             _keep(record, LOAD, *loaded)
         record.phase, record.since = phase, now
+        self._share(record, record.instances[-1] if phase in (PREFILL, DECODE) else None, now)
+
+    def _share(self, record: _Record, instance: InstanceId | None, now: float) -> None:
+        """It is computed by this instance from now on, or by none."""
+        if record.share is not None:
+            record.device_seconds += record.share.change(-1, now) - record.share_began
+            record.share = None
+        if instance is not None:
+            if instance not in self._shares:
+                self._shares[instance] = DeviceShare(self._devices(instance))
+            record.share = self._shares[instance]
+            record.share_began = record.share.change(1, now)
 
     def _overlap(self, record: _Record, now: float) -> tuple[float, float]:
         """From when to when its instance loaded its model, since its phase began."""

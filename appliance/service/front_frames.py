@@ -16,6 +16,8 @@ Frames of one direction keep their order. A *call* is one HTTP request (or one l
                                    <-  Outputs(request, ...), at last one that is finished,
                                        or Refused(call, request)
     Abort, Reading                 ->
+    Stopped(call, request)         ->
+                                   <-  Settled(call, request)
     KeepResponse, KeepEvent        ->
     FindResponse(call)             ->
                                    <-  FoundResponse(call)
@@ -36,7 +38,7 @@ from appliance import framing
 from appliance.checkpoints.task import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
-VERSION: Final = 5
+VERSION: Final = 6
 
 
 # --- from the core to a front end ----------------------------------------------------------------
@@ -155,6 +157,13 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """With `finished`: the ``Server-Timing`` of the request."""
 
 
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """What the request of a `Stopped` came to is counted: its answer may go on to its client."""
+
+    call: int
+    request: RequestId
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     """What is new since the last frame, of all requests of the front end."""
 
@@ -263,6 +272,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_class: RequestClass = RequestClass.INTERACTIVE
     images: tuple[int, ...] = ()
     """Tokens of each image or sound in the prompt, in their order."""
+    counts_prompt: bool = True
+    """Whether the prompt counts as its input: of several choices of one prompt, that of the first
+    does."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -270,6 +282,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     requests: list[RequestId]
     reason: FinishReason
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """A stop string ended a request; of its output the client is sent so many tokens. `Settled`
+    answers; until then the client is not sent the end."""
+
+    call: int
+    request: RequestId
+    output_tokens: int
 
 
 class Reading(msgspec.Struct, frozen=True, tag=True):
@@ -370,6 +391,7 @@ Down: TypeAlias = (
     | Entered
     | Refused
     | Admitted
+    | Settled
     | Outputs
     | FoundResponse
     | FetchedImage
@@ -384,6 +406,7 @@ Up: TypeAlias = (
     | Enter
     | Submit
     | Abort
+    | Stopped
     | Reading
     | KeepResponse
     | KeepEvent

@@ -230,6 +230,8 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     """How often it stopped in mid-generation for another model or a prompt."""
     instances: tuple[InstanceId, ...] = ()
     """Where it was computed, in order."""
+    device_seconds: float = 0.0
+    """Of devices: the time in which they computed it; what they computed together is divided."""
     stretches: tuple[Stretch, ...] = ()
     """The phases as they came, where that is kept: not all of a long life. A load lies within the
     wait or the prompt that it is part of."""

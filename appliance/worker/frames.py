@@ -19,7 +19,7 @@ from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
 from appliance.framing import Decoder
 from appliance.vocabulary import SlabMap
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 
 
 class WorkerModel(msgspec.Struct, frozen=True):

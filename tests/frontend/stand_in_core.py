@@ -43,6 +43,8 @@ from appliance.service.front_frames import (
     Ready,
     Refused,
     Run,
+    Settled,
+    Stopped,
     StopRun,
     StreamBegun,
     Submit,
@@ -114,6 +116,8 @@ class StandInCore:
         )
         self.step_seconds = step_seconds
         self.script()
+        self.settles = True
+        """Whether what a stop string ended is counted at once; else the test does it."""
         self.admitting = asyncio.Event()
         """Requests are decided about while it is set."""
         self.admitting.set()
@@ -216,6 +220,10 @@ class StandInCore:
     def said(self, kind: type[F]) -> list[F]:
         """All frames of a kind so far."""
         return [frame for frame in self.frames if isinstance(frame, kind)]
+
+    def settle(self, stopped: Stopped) -> None:
+        """What a stop string ended is counted."""
+        self.send(Settled(stopped.call, stopped.request))
 
     def send(self, *frames: front_frames.Down) -> None:
         assert self._writer is not None
@@ -335,6 +343,10 @@ class StandInCore:
             case Abort():
                 for request in frame.requests:
                     self.live.pop(request, None)
+            case Stopped():
+                self.live.pop(frame.request, None)
+                if self.settles:
+                    self.settle(frame)
             case KeepResponse():
                 self.responses[frame.response] = frame
             case FindResponse():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import anthropic
@@ -16,7 +17,7 @@ from vllm.v1.engine import FinishReason as EngineFinishReason
 from vllm.v1.outputs import LogprobsLists
 
 from appliance.engines.vllm.messages import decode_request, encode_output
-from appliance.service.front_frames import Abort, FrontModel, Refused, Submit
+from appliance.service.front_frames import FrontModel, Refused, Stopped, Submit
 from appliance.vocabulary import FinishReason
 from tests.frontend.stand_in_core import StandInCore, made_up
 from tests.patience import PATIENCE_SECONDS
@@ -114,9 +115,42 @@ async def test_a_stop_string_ends_the_request_in_the_core(
     )
     assert answer.choices[0].message.content == "one two "
     assert answer.choices[0].finish_reason == "stop"
-    abort = await core.seen(Abort)
-    assert abort.reason is FinishReason.STOP
-    assert abort.requests == [core.said(Submit)[0].request]
+    stopped = await core.seen(Stopped)
+    assert stopped.request == core.said(Submit)[0].request
+    assert answer.usage is not None
+    assert stopped.output_tokens == answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_end_at_a_stop_string_waits_until_it_is_counted(
+    core: StandInCore, client: openai.AsyncOpenAI, tokenizer: Tokenizer, stream: bool
+) -> None:
+    """The client has nothing of the end before the core has counted what it is sent, which is less
+    than the core has made."""
+    core.settles = False
+    said = tokenizer.encode("stop three four five", add_special_tokens=False).ids
+    core.saying = lambda submit: said
+    asked: Any = {"model": "talker", "messages": HELLO, "max_tokens": 50, "stop": ["stop"]}
+
+    async def ask() -> int:
+        if not stream:
+            whole = await client.chat.completions.create(**asked)
+            assert whole.usage is not None
+            return whole.usage.completion_tokens
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        pieces = [piece async for piece in await client.chat.completions.create(**asked, **options)]
+        assert pieces[-1].usage is not None
+        return int(pieces[-1].usage.completion_tokens)
+
+    asking = asyncio.create_task(ask())
+    stopped = await core.seen(Stopped)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not asking.done()
+
+    core.settle(stopped)
+
+    assert await asking == stopped.output_tokens < len(said)
 
 
 async def test_a_stop_token_is_named(core: StandInCore, client: openai.AsyncOpenAI) -> None:

@@ -120,8 +120,8 @@ def configure(checkpoints: Path, keys: Path, folder: Path) -> Path:
     return file
 
 
-def new_key(keys: Path, name: str) -> str:
-    made = CliRunner().invoke(cli, ["key", "create", name, "--file", str(keys)])
+def new_key(keys: Path, name: str, *options: str) -> str:
+    made = CliRunner().invoke(cli, ["key", "create", name, "--file", str(keys), *options])
     assert made.exit_code == 0, made.output
     return made.stdout.strip()
 

@@ -48,6 +48,7 @@ class ShownKey(msgspec.Struct, frozen=True, kw_only=True):
     guides: bool
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    tokens_per_month: int | None
     concurrency: int | None
     use: KeyUse | None
 

@@ -36,7 +36,7 @@ KEY_GONE: Final = ("invalid_api_key", "the API key of the batch was revoked, or 
 _TRIES: Final = 5
 """How often a request is asked that the appliance could not serve for reasons of its own, such as
 a front end that died of it."""
-_HELD_UP: Final = frozenset({"overloaded", "model_draining", "no_instance"})
+_HELD_UP: Final = frozenset({"overloaded", "model_draining", "no_instance", "usage_not_counted"})
 """What passes, however long it takes: as with a full queue, it is not the request's fault. The
 window of the batch bounds it."""
 _AFTER_RESTART: Final = frozenset({"shutting_down", "internal_error"})
@@ -65,8 +65,8 @@ class BatchRun:
 class Fronts(Protocol):
     """The front ends, which answer requests."""
 
-    async def ask(self, caller: Caller, path: str, body: bytes) -> Answered:
-        """Raises `NoFrontEnd` and `FrontEndLost`."""
+    async def ask(self, caller: Caller, path: str, body: bytes, line: str = "") -> Answered:
+        """`line` is its id in the ledger. Raises `NoFrontEnd` and `FrontEndLost`."""
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -208,7 +208,8 @@ class BatchRequests:
         if caller is None:
             return self._bad(request, refused(endpoint, line.custom_id, *KEY_GONE))
         try:
-            answer = await self._fronts.ask(caller, endpoint, bytes(line.body))
+            id = f"{run.batch.id}:{request}"
+            answer = await self._fronts.ask(caller, endpoint, bytes(line.body), id)
         except NoFrontEnd:
             return self._retry_seconds
         except FrontEndLost as error:

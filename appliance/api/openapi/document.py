@@ -22,6 +22,7 @@ from appliance.api.admin.catalog import NewAdapter, NewModel
 from appliance.api.admin.config import LogLevel, ModelLimits
 from appliance.api.admin.instances import QuarantineReason
 from appliance.api.admin.keys import Keys, MadeKey, RevokedKey, ShownKey
+from appliance.api.admin.usage import FORMATS, Usage
 from appliance.api.admin.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
 from appliance.api.openapi import endpoints as inference
 from appliance.api.openapi.examples import EXAMPLES
@@ -39,6 +40,7 @@ from appliance.service.interface import (
 from appliance.service.policy_overview import PolicyReport
 from appliance.service.policy_report import PolicyChoice
 from appliance.service.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
+from appliance.usage.report import DIMENSIONS
 from appliance.vocabulary import SlabMap
 
 REFERENCE: Final = "#/components/schemas/{name}"
@@ -214,6 +216,20 @@ OPERATIONS: Final = (
     ),
     Operation(
         "delete", "/api/keys/{name}", "Revoke an API key.", RevokedKey, refusals=(404, 409),
+    ),
+    Operation(
+        "get", "/api/usage", "What keys used of which models.", Usage,
+        refusals=(CANNOT_BE_READ, 404),
+        query={
+            "by": {
+                "type": "string",
+                "default": "key,model",
+                "description": f"What to add up by, with commas: {', '.join(DIMENSIONS)}.",
+            },
+            "since": {"type": "string", "description": "First day (UTC): 2026-11-01, or 30d."},
+            "until": {"type": "string", "description": "Last day, likewise."},
+            "format": {"type": "string", "enum": list(FORMATS), "default": "json"},
+        },
     ),
     Operation("get", "/api/policies", "Who decides, and who could.", PolicyReport),
     Operation(

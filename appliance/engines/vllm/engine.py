@@ -693,6 +693,7 @@ def _produced(output: EngineCoreOutput) -> list[Produced]:
         NO_TOKEN if output.pooling_output is not None else _only(output.new_token_ids),
         None if finish is None else _FINISH[finish],
         None if _is_plain(output) else encode_output(output),
+        output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0,
     )
     return [*(Produced(name, token) for token in drafted), last]
 

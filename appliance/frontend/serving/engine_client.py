@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from vllm import SamplingParams
 from vllm.config import ModelConfig, VllmConfig
@@ -21,7 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine import FinishReason as EngineFinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from appliance.engines.vllm.messages import (
     MAX_REQUEST_BYTES,
@@ -60,6 +61,10 @@ _FINISHED: Final = {
 
 _OTHER_BYTES: Final = 1 << 20
 """Of a request with images or sounds, besides these."""
+
+_AT_ONCE: Final = 128
+"""Outputs that vLLM looks at before other tasks go on: where a stop string ended a request, the
+core receives that before the answer goes on."""
 
 MAX_LISTED_TOKENS: Final = 1 << 18
 """That the sequences of a call list together: more than any vocabulary has. Each choice has
@@ -124,6 +129,8 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._stops: dict[RequestId, frozenset[int]] = {}
         """Of each request the tokens that end it, besides the model's own end."""
+        self._calls: WeakValueDictionary[RequestId, Call] = WeakValueDictionary()
+        """Of each request whose call is not over."""
         self.processor: OutputProcessor | None = None
         """vLLM's, which knows the streams; set as soon as it exists."""
         self.one_by_one = False
@@ -147,6 +154,9 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
                 self._keep_apart(request.request_id)
             if request.sampling_params is not None:
                 self._stops[request.request_id] = _stop_tokens(request.sampling_params)
+            if (state := self._state(request.request_id)) is not None:
+                self._calls[request.request_id] = call
+                call.states[request.request_id] = state
             await self._core.submit(call, submit, self)
         except BaseException as error:
             self._drop(request.request_id)
@@ -160,7 +170,12 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """A stop string ended the requests: what `AsyncLLM` aborts itself."""
-        self.abort(request_ids, FinishReason.STOP)
+        for request in request_ids:
+            self._stops.pop(request, None)
+            call = self._calls.get(request)
+            if call is not None:
+                detokenizer = call.states[request].detokenizer
+                self._core.stop(call, request, detokenizer.num_output_tokens())
 
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._outputs.get()
@@ -187,7 +202,10 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
                 made.append(self._plain(output))
             if output.finished is not None:
                 self._stops.pop(output.request, None)
-        self._outputs.put_nowait(EngineCoreOutputs(outputs=made, timestamp=time.monotonic()))
+        now = time.monotonic()
+        for start in range(0, len(made), _AT_ONCE):
+            some = made[start : start + _AT_ONCE]
+            self._outputs.put_nowait(EngineCoreOutputs(outputs=some, timestamp=now))
 
     def fail(self, request: RequestId, refused: Refused) -> None:
         """End the stream of a request that had begun with an error of the core's words."""
@@ -235,7 +253,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             state.queue.keep_apart()
 
     def _submit_of(self, call: Call, request: EngineCoreRequest) -> Submit:
-        sampling = request.sampling_params
+        sampling, state = request.sampling_params, self._state(request.request_id)
         prompt = tuple(request.prompt_token_ids or ())
         max_tokens = 0
         if sampling is not None:
@@ -253,6 +271,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             together_tokens=self._siblings(request.request_id) * (len(prompt) + max_tokens),
             request_class=call.request_class,
             images=_media_tokens(request, self._model.task),
+            counts_prompt=state is None or state.request_index == 0,
         )
 
     def _check_pooled(self, call: Call, request: EngineCoreRequest) -> None:
@@ -269,10 +288,14 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
                 "bytes: ask for fewer at once"
             )
 
+    def _state(self, request: RequestId) -> RequestState | None:
+        """vLLM's; None if the request was dropped, as another one of its prompt was refused."""
+        assert self.processor is not None
+        return self.processor.request_states.get(request)
+
     def _siblings(self, request: RequestId) -> int:
         """How many sequences are asked for at once with this one; 0: it is alone."""
-        assert self.processor is not None
-        state = self.processor.request_states.get(request)
+        state = self._state(request)
         parent = None if state is None else state.parent_req
         return 0 if parent is None else int(parent.sampling_params.n)
 

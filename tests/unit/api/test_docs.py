@@ -14,6 +14,7 @@ from appliance.service.interface import ModelActivity, ModelFacts
 from tests.docexamples import Example, examples, shape, told
 from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.serving import served
+from tests.unit.usage.test_ledger import opened
 
 EXAMPLES = [one for one in examples("api.md") if not one.of_front_ends]
 
@@ -44,7 +45,10 @@ class _Service(FakeService):
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.command.split()[-1])
 async def test_examples(example: Example, tmp_path: Path) -> None:
     """Every command succeeds; a JSON answer has the fields shown."""
-    async with served(create_app(_Service(tmp_path))) as port:
+    async with (
+        opened(tmp_path / "usage") as ledger,
+        served(create_app(_Service(tmp_path), ledger=ledger)) as port,
+    ):
         running = await asyncio.create_subprocess_exec(
             *("bash", "-euc", example.script(f"http://127.0.0.1:{port}")),
             stdout=asyncio.subprocess.PIPE,

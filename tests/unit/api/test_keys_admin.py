@@ -54,6 +54,7 @@ async def test_a_key_that_is_made_works_at_once(house: House) -> None:
             "expires_unix_seconds": 1000.0 + 30 * DAY_SECONDS, "expired": False,
             "scopes": ["infer", "admin"], "models": ["small"], "classes": ["batch"], "slo": True,
             "guides": False, "requests_per_minute": 60, "tokens_per_minute": 20_000,
+            "tokens_per_month": None,
             "concurrency": 4, "use": None,
         }  # fmt: skip
         assert (await client.get("/api/keys/ci")).json() == told

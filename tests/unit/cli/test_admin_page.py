@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+import time
 from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +23,8 @@ from appliance.vocabulary import WaitCode
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import Box, setup_of, small
 from tests.unit.doubles.serving import served
+from tests.unit.usage.test_books import entry
+from tests.unit.usage.test_ledger import opened
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "admin.md").read_text(encoding="utf-8")
@@ -99,7 +102,7 @@ async def curl(url: str, words: list[str]) -> str:
 
 @pytest.mark.parametrize("commands", blocks(), ids=lambda commands: commands[0][0])
 async def test_the_commands_of_the_page(
-    box: Box, settings: LiveConfig, commands: list[tuple[str, list[str]]]
+    box: Box, settings: LiveConfig, commands: list[tuple[str, list[str]]], tmp_path: Path
 ) -> None:
     """In the situation of the page, each block by itself."""
     box.ask("chat-1", "a", output=200)
@@ -108,7 +111,13 @@ async def test_the_commands_of_the_page(
         box.ask("chat-2", "b")
     for name in box.world.lives:
         box.world.lives[name].outcome = "cancelled"  # whatever the page does with it
-    async with served(create_app(box.daemon, settings=settings)) as port:
+    async with (
+        opened(tmp_path / "usage", now=time.time) as ledger,
+        served(create_app(box.daemon, settings=settings, ledger=ledger)) as port,
+    ):
+        written = asyncio.Event()
+        ledger.record(entry("1", ended=time.time(), key="", model="a"), written.set)
+        await asyncio.wait_for(written.wait(), PATIENCE_SECONDS)
         url = f"http://127.0.0.1:{port}"
         for command, shown in commands:
             program, *words = shlex.split(command)

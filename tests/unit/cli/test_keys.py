@@ -66,10 +66,11 @@ def test_listing(path: Path) -> None:
     header, alice, bob = [line.split() for line in call("list", "--file", path).stdout.splitlines()]
 
     assert header == [
-        "NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES", "RPM", "TPM", "AT", "ONCE",
+        "NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES", "RPM", "TPM",
+        "MONTHLY", "AT", "ONCE",
     ]  # fmt: skip
     assert alice[:4] == ["alice", "infer", "all", "interactive,batch"]
-    assert alice[-4:] == ["never", "-", "-", "-"]
+    assert alice[-5:] == ["never", "-", "-", "-", "-"]
     assert (bob[2], bob[-1]) == ("a", "3")
     assert [key["name"] for key in json.loads(call("list", "--file", path, "--json").stdout)] == [
         "alice", "bob",

@@ -480,6 +480,16 @@ MISTAKES: Final = [
     ),
     mistake(
         "[policy]",
+        '[usage]\ndirectory = "a/b/usage"\n[policy]',
+        "11: usage.directory: a/b is not a directory; create it",
+    ),
+    mistake(
+        "[policy]",
+        "[usage]\nkeep_months = 0\n[policy]",
+        "11: usage.keep_months: expected `int` >= 1; got 0",
+    ),
+    mistake(
+        "[policy]",
         '[batches]\ndirectory = "a/b/batches"\n[policy]',
         "11: batches.directory: a/b is not a directory; create it",
     ),

@@ -224,3 +224,33 @@ def test_a_client_that_does_not_read_was_not_stopped() -> None:
 
     assert clock.ended("r", 9.0).preemptions == 1
     assert clock.ended("s", 9.0).preemptions == 2
+
+
+def test_the_time_of_a_device_is_divided_among_what_it_computes_at_once() -> None:
+    """What all have had adds up to the time in which it computed, for each of its devices; a wait
+    between turns is no one's."""
+    clock = Clock(devices=lambda instance: 2)
+    for request in "rs":
+        clock.arrived(request, "a", 0.0)
+    clock.prefill(1.0, "r")
+    clock.prefilled(2.0, "r")  # r: 1 s
+    clock.prefill(2.0, "s")
+    clock.prefilled(5.0, "s")  # s: 3 s
+    clock.turn(10.0, "r", "s")
+    s = clock.ended("s", 12.0)  # both: 1 s
+    clock.turned(14.0)  # r: 2 s
+    r = clock.ended("r", 20.0)
+
+    assert (r.device_seconds, s.device_seconds) == (8.0, 8.0)
+    assert r.device_seconds + s.device_seconds == 2 * (1.0 + 3.0 + 4.0)
+
+
+def test_a_device_that_is_lost_is_nobodys_any_more() -> None:
+    """Until the request is computed elsewhere."""
+    clock = Clock()
+    clock.arrived("r", "a", 0.0)
+    clock.prefill(1.0)
+    clock.lost(0, 3.0)
+    clock.prefill(7.0, instance=1)
+
+    assert clock.ended("r", 8.0).device_seconds == 3.0

@@ -1,0 +1,247 @@
+"""Accounts of calls: what each of their sequences comes to, for the ledger and for monthly budgets.
+
+A sequence reserves the tokens that it may need before it is computed, and is charged what it came
+to at its end. Its client is sent the end when the ledger has it on the disk.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from typing import Final
+
+import msgspec
+
+from appliance.access.auth import Access, BudgetSpent, Caller
+from appliance.engines.protocol import Produced
+from appliance.http.errors import ApiError
+from appliance.service.front_frames import Submit
+from appliance.service.interface import RequestTimes
+from appliance.usage.entries import CUT, WHOLE, Amounts, Entry, month_of
+from appliance.usage.ledger import Ledger
+from appliance.vocabulary import FinishReason, ModelName, RequestId
+
+MICROSECONDS: Final = 1e6
+BUDGET: Final = "budget"
+"""The limit of a key whose month is spent, in metrics."""
+
+_COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Accounts:
+    """The accounts of all calls. Without a `ledger` nothing is written, and no budget is kept."""
+
+    def __init__(
+        self,
+        access: Access,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.wall_clock = access.wall_clock
+        self._access = access
+        self._reserved: Counter[str] = Counter()
+        self._run = uuid.uuid4().hex
+        self._numbers = count(1)
+
+    def open(self, caller: Caller, line: str = "") -> Account:
+        """The account of a call. `line` is the id of a line of a batch, which is the same when the
+        line is asked again."""
+        return Account(self, "" if caller.key is None else caller.key.name, caller, line)
+
+    def next_id(self) -> str:
+        """Of an entry; no other run of the appliance has it."""
+        return f"{self._run}-{next(self._numbers)}"
+
+    def reserve(self, caller: Caller, tokens: int, together: int) -> int:
+        """Tokens that the key of a caller may spend; the first of several sequences says how many
+        all of them need `together`. Raises `ApiError` if the month's budget has not that many, or
+        if nothing can be counted."""
+        if self.ledger is not None and self.ledger.full:
+            message = "usage cannot be written down: the disk of the ledger takes no more data"
+            raise ApiError(503, message, code="usage_not_counted", headers={"Retry-After": "5"})
+        key = caller.key
+        if key is None or key.tokens_per_month is None:
+            return 0
+        if self.ledger is None:
+            message = (
+                "this key has a monthly budget, but the appliance keeps no ledger to count it: "
+                "usage.directory has to be set"
+            )
+            raise ApiError(503, message, code="budget_not_counted")
+        now = self.wall_clock()
+        spent = self.ledger.spent_tokens(key.name, month_of(now))
+        needed = max(tokens, together)
+        if spent + self._reserved[key.name] + needed > key.tokens_per_month:
+            self._access.metrics.refused(key.name, BUDGET)
+            passes = spent + needed <= key.tokens_per_month
+            raise BudgetSpent(key.tokens_per_month, spent, needed, now, others_may_give_back=passes)
+        self._reserved[key.name] += tokens
+        return tokens
+
+    def give_back(self, key: str, tokens: int) -> None:
+        """What was reserved is charged, or not needed."""
+        self._reserved[key] -= tokens
+        if not self._reserved[key]:
+            del self._reserved[key]
+
+
+class Account:
+    """What one call comes to: each of its sequences is an entry of the ledger, or all together are
+    one, if the call is a line of a batch."""
+
+    def __init__(self, accounts: Accounts, key: str, caller: Caller, line: str) -> None:
+        self.accounts = accounts
+        self.key = key
+        self.line = line
+        self.charges: dict[RequestId, Charge] = {}
+        self._caller = caller
+        self._counted = False
+        self._sums = Amounts()
+        self._model: ModelName = ""
+        self._reserved = 0
+
+    def begin(self, frame: Submit) -> Charge:
+        """A sequence is asked for. Raises `ApiError` if its key may not have it."""
+        input_tokens = len(frame.prompt) if frame.counts_prompt else 0
+        tokens = input_tokens + frame.max_tokens
+        reserved = self.accounts.reserve(self._caller, tokens, frame.together_tokens)
+        charge = Charge(self, frame.asked or frame.model, frame.request, input_tokens, reserved)
+        self.charges[frame.request] = charge
+        return charge
+
+    def request(self) -> int:
+        """1 for the first sequence that is counted: all of them are one request."""
+        counted, self._counted = self._counted, True
+        return 0 if counted else 1
+
+    def add(self, charge: Charge, entry: Entry, before: Amounts, go_on: Callable[[], None]) -> None:
+        """A sequence is over; or it came to something else than `before`."""
+        ledger = self.accounts.ledger
+        if ledger is None:
+            go_on()
+        elif self.line:
+            self._model = entry.model
+            self._sums = self._sums + entry.amounts - before
+            self._reserved += charge.reserved
+            go_on()
+        else:
+            ledger.record(entry, go_on)
+            self.accounts.give_back(self.key, charge.reserved)
+        charge.reserved = 0
+
+    def close_line(self, outcome: str, go_on: Callable[[], None]) -> None:
+        """The line of a batch has its answer, or is given up: write what it came to. An entry for
+        the same line, of an earlier attempt, is replaced. Once."""
+        ledger, sums = self.accounts.ledger, self._sums
+        self._sums = Amounts()
+        if ledger is None or not sums:
+            go_on()
+        else:
+            ended = self.accounts.wall_clock()
+            ledger.record(Entry(self.line, ended, self.key, self._model, outcome, sums), go_on)
+        self.accounts.give_back(self.key, self._reserved)
+        self._reserved = 0
+
+
+class Charge:
+    """What one sequence comes to."""
+
+    __slots__ = ("_account", "_entry", "_input", "_model", "_request", "_settled", "_stopped_at",
+                 "cached", "output", "over", "reserved")  # fmt: skip
+
+    def __init__(
+        self,
+        account: Account,
+        model: ModelName,
+        request: RequestId,
+        input_tokens: int,
+        reserved: int,
+    ) -> None:
+        self.reserved = reserved
+        self.output = 0
+        self.cached = 0
+        self.over = False
+        self._account = account
+        self._model = model
+        self._request = request
+        self._input = input_tokens
+        self._entry: Entry | None = None
+        self._stopped_at: int | None = None
+        self._settled: Callable[[], None] = _nothing
+
+    def produced(self, produced: Produced) -> None:
+        """Output came."""
+        self.output += produced.tokens
+        self.cached += produced.cached
+
+    def stopped(self, output_tokens: int, settled: Callable[[], None]) -> None:
+        """A stop string ended it: its client is sent so many tokens. `settled` is called when that
+        is counted; the sequence may be over already, with more tokens."""
+        self._stopped_at = output_tokens
+        if self._entry is not None:
+            was = self._entry.amounts
+            amounts = msgspec.structs.replace(was, output_tokens=output_tokens)
+            entry = msgspec.structs.replace(self._entry, outcome=WHOLE, amounts=amounts)
+            self._write(entry, was, settled)
+        elif self.over:
+            settled()
+        else:
+            self._settled = settled
+
+    def end(
+        self,
+        finished: FinishReason | None,
+        times: RequestTimes | None,
+        go_on: Callable[[], None],
+    ) -> None:
+        """It is over: `go_on` is called when it is counted, or need not be. `finished` is why its
+        output ended, None if it failed. One that was never computed does not count."""
+        self.over = True
+        if times is None and not self.output and finished is None:
+            self.drop()
+            go_on()
+            return
+        stopped = self._stopped_at is not None
+        times = RequestTimes() if times is None else times
+        waited = times.queue_seconds + times.load_seconds + times.preempted_seconds
+        entry = Entry(
+            id=self._account.accounts.next_id(),
+            ended=self._account.accounts.wall_clock(),
+            key=self._account.key,
+            model=self._model,
+            outcome=WHOLE if stopped or finished in _COMPLETE else CUT,
+            amounts=Amounts(
+                requests=self._account.request(),
+                input_tokens=self._input,
+                cached_tokens=min(self.cached, self._input),
+                output_tokens=self.output if self._stopped_at is None else self._stopped_at,
+                device_microseconds=round(times.device_seconds * MICROSECONDS),
+                waiting_microseconds=round(waited * MICROSECONDS),
+            ),
+            request=self._request,
+        )
+        settled, self._settled = self._settled, _nothing
+
+        def both() -> None:
+            settled()
+            go_on()
+
+        self._write(entry, Amounts(), both)
+
+    def drop(self) -> None:
+        """It was never computed, or is over. Idempotent."""
+        self.over = True
+        self._account.accounts.give_back(self._account.key, self.reserved)
+        self.reserved = 0
+        settled, self._settled = self._settled, _nothing
+        settled()
+
+    def _write(self, entry: Entry, before: Amounts, go_on: Callable[[], None]) -> None:
+        self._entry = entry
+        self._account.add(self, entry, before, go_on)
+
+
+def _nothing() -> None:
+    pass

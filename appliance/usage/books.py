@@ -1,0 +1,198 @@
+"""The books of the ledger: entries in, changes of rows out, without a disk or a clock.
+
+A change is planned first, and applied once the disk has it. What is planned and not applied leaves
+no trace, so the same entries may be planned again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from appliance.platform.database import Change, Delete, Put, Row
+from appliance.usage.entries import Amounts, Cell, Entry, date_of, first_day, month_of
+
+MIGRATIONS: Final = (
+    """
+    CREATE TABLE usage (
+        day INTEGER NOT NULL,     -- since 1970-01-01, in UTC
+        key TEXT NOT NULL,        -- the name of the API key, '' without one
+        model TEXT NOT NULL,
+        outcome TEXT NOT NULL,    -- 'whole' or 'cut'
+        requests INTEGER NOT NULL,
+        input_tokens INTEGER NOT NULL,
+        cached_tokens INTEGER NOT NULL,
+        output_tokens INTEGER NOT NULL,
+        device_microseconds INTEGER NOT NULL,
+        waiting_microseconds INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        PRIMARY KEY (day, key, model, outcome)
+    ) WITHOUT ROWID;
+    CREATE TABLE recent (
+        number INTEGER PRIMARY KEY,  -- of the transaction
+        entries BLOB NOT NULL,       -- its entries as MessagePack
+        checksum INTEGER NOT NULL
+    )
+    """,
+)
+
+RECENT_SECONDS: Final = 49 * 3600.0
+"""How long an entry can be replaced: a line of a batch may be asked again until its day is over."""
+MAX_RECENT: Final = 65_536
+"""Entries that can be replaced; of more, the oldest cannot be any longer."""
+
+_entries: Final = msgspec.msgpack.Decoder(tuple[Entry, ...])
+
+
+class Plan(NamedTuple):
+    """What a transaction changes. A day that leaves the ledger is in `dropped`."""
+
+    number: int
+    entries: tuple[Entry, ...]
+    cells: dict[Cell, Amounts]
+    dropped: frozenset[int]
+    forgotten: int
+    """So many of the oldest transactions' entries cannot be replaced any more."""
+
+    @property
+    def changes(self) -> list[Change]:
+        """The same as rows of the database."""
+        found: list[Change] = [Delete("usage", (day,)) for day in sorted(self.dropped)]
+        for cell, amounts in self.cells.items():
+            if cell.day in self.dropped:
+                continue
+            values = msgspec.structs.astuple(amounts)
+            found.append(Put("usage", (*cell, *values)) if amounts else Delete("usage", cell))
+        found.append(Put("recent", (self.number, msgspec.msgpack.encode(self.entries))))
+        return found
+
+
+class Books:
+    """Sums by day, key, model and outcome, and the entries that came lately. An entry costs O(1);
+    rows leave when they are older than `months` whole months, or when there are more than
+    `max_rows`: then whole days do, the oldest first."""
+
+    def __init__(
+        self, *, months: int, max_rows: int, rows: Iterable[Row] = (), recent: Iterable[Row] = ()
+    ) -> None:
+        """`rows` and `recent` are those of the database's tables."""
+        self._months = months
+        self._max_rows = max_rows
+        self._cells: dict[Cell, Amounts] = {}
+        self._days: Counter[int] = Counter()
+        self._spent: Counter[tuple[str, str]] = Counter()
+        self._recent: dict[str, Entry] = {}
+        self._transactions: deque[tuple[int, tuple[Entry, ...]]] = deque()
+        self._recent_count = 0
+        for row in rows:
+            cell, amounts = msgspec.convert((row[:4], row[4:]), tuple[Cell, Amounts])
+            self._set(cell, amounts)
+        for number, entries in recent:
+            assert isinstance(number, int)
+            assert isinstance(entries, bytes)
+            self._remember(number, _entries.decode(entries))
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def rows(self) -> Iterator[tuple[Cell, Amounts]]:
+        """All sums, in no order."""
+        return iter(self._cells.items())
+
+    def recent(self) -> Iterator[Entry]:
+        """The entries that can still be replaced."""
+        return iter(self._recent.values())
+
+    def spent_tokens(self, key: str, month: str) -> int:
+        """Of a key in a month, such as ``2026-11``, input and output. O(1)."""
+        return self._spent[key, month]
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def plan(self, entries: Sequence[Entry], now: float) -> Plan:
+        """What these entries change, at the Unix time `now`. An entry that is there already changes
+        nothing; one with the id of another one takes its place. O(entries + what leaves)."""
+        cells: dict[Cell, Amounts] = {}
+        new: dict[str, Entry] = {}
+        for entry in entries:
+            old = new.get(entry.id, self._recent.get(entry.id))
+            if old == entry:
+                continue
+            if old is not None and (old.cell in cells or old.cell in self._cells):
+                cells[old.cell] = self._planned(cells, old.cell) - old.amounts
+            cells[entry.cell] = self._planned(cells, entry.cell) + entry.amounts
+            new[entry.id] = entry
+        number = self._transactions[-1][0] + 1 if self._transactions else 0
+        dropped = self._too_old(cells, now)
+        forgotten = self._over(len(new), now)
+        return Plan(number, tuple(new.values()), cells, dropped, forgotten)
+
+    def changes(self, plan: Plan) -> list[Change]:
+        """A plan as changes of the database's rows."""
+        gone = [number for number, _ in list(self._transactions)[: plan.forgotten]]
+        return [*plan.changes, *(Delete("recent", (number,)) for number in gone)]
+
+    def apply(self, plan: Plan) -> None:
+        """The disk has the plan."""
+        for cell, amounts in plan.cells.items():
+            self._set(cell, amounts)
+        if plan.dropped:
+            for cell in [cell for cell in self._cells if cell.day in plan.dropped]:
+                self._set(cell, Amounts())
+        for _ in range(plan.forgotten):
+            _, entries = self._transactions.popleft()
+            self._recent_count -= len(entries)
+            for entry in entries:
+                if self._recent.get(entry.id) is entry:
+                    del self._recent[entry.id]
+        self._remember(plan.number, plan.entries)
+
+    def _planned(self, cells: dict[Cell, Amounts], cell: Cell) -> Amounts:
+        return cells[cell] if cell in cells else self._cells.get(cell, Amounts())
+
+    def _set(self, cell: Cell, amounts: Amounts) -> None:
+        old = self._cells.pop(cell, None)
+        if old is not None:
+            self._days[cell.day] -= 1
+        if amounts:
+            self._cells[cell] = amounts
+            self._days[cell.day] += 1
+        elif not self._days[cell.day]:
+            del self._days[cell.day]
+        spent = cell.key, date_of(cell.day)[:7]
+        self._spent[spent] += amounts.tokens - (0 if old is None else old.tokens)
+        if not self._spent[spent]:
+            del self._spent[spent]
+
+    def _remember(self, number: int, entries: tuple[Entry, ...]) -> None:
+        self._transactions.append((number, entries))
+        self._recent_count += len(entries)
+        for entry in entries:
+            self._recent[entry.id] = entry
+
+    def _too_old(self, cells: dict[Cell, Amounts], now: float) -> frozenset[int]:
+        """The days that leave."""
+        oldest = first_day(month_of(now), -self._months)
+        days = self._days | Counter({cell.day: 1 for cell in cells})
+        dropped = {day for day in days if day < oldest}
+        count = len(self._cells) + sum(cell not in self._cells for cell in cells)
+        if count > self._max_rows:
+            for day in sorted(days)[:-1]:
+                dropped.add(day)
+                count -= days[day]
+                if count <= self._max_rows:
+                    break
+        return frozenset(dropped)
+
+    def _over(self, coming: int, now: float) -> int:
+        """How many of the oldest transactions need not be known any more."""
+        count, left = 0, self._recent_count + coming
+        for _, entries in self._transactions:
+            newest = max((entry.ended for entry in entries), default=0.0)
+            if left <= MAX_RECENT and newest + RECENT_SECONDS > now:
+                break
+            left -= len(entries)
+            count += 1
+        return count

@@ -1,0 +1,269 @@
+"""What calls come to: each way in which a request may end is in the ledger once, and a month's
+budget is reserved before it is spent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.access.admission import Admission
+from appliance.access.auth import Access
+from appliance.access.keys import Key, KeyFile, KeyRing, digest
+from appliance.engines.protocol import Produced
+from appliance.gateway.accounts import Accounts
+from appliance.gateway.sessions import FrontEndLost, FrontSettings, Sessions
+from appliance.service.front_frames import Settled, Stopped
+from appliance.service.interface import GenerationFailed, RequestTimes
+from appliance.usage.entries import CUT, WHOLE, Amounts
+from appliance.usage.ledger import Ledger
+from appliance.vocabulary import FinishReason
+from tests.patience import PATIENCE_SECONDS
+from tests.unit.doubles.fake_service import FakeService
+from tests.unit.doubles.front import FrontDouble
+from tests.unit.usage.test_books import NOW
+from tests.unit.usage.test_ledger import Disk, opened
+
+TIMES = RequestTimes(queue_seconds=1.0, load_seconds=0.5, decode_seconds=9.0, device_seconds=2.0)
+
+
+class House:
+    """A core with a ledger; its keys are added before it opens."""
+
+    def __init__(self, folder: Path, ledger: Ledger | None) -> None:
+        self.ledger = ledger
+        self.service = FakeService()
+        self._file = KeyFile(folder / "keys.json")
+        self.now = NOW
+
+    def add(self, name: str, **fields: Any) -> None:
+        key = Key(name=name, sha256=digest(f"sk-{name}"), created_seconds=0.0, **fields)
+        self._file.add(key)
+
+    def front(self) -> FrontDouble:
+        def clock() -> float:
+            return self.now
+
+        self.access = Access(KeyRing(self._file.path), clock=clock, wall_clock=clock)
+        admission = Admission(self.service, self.access)  # type: ignore[arg-type]
+        settings = FrontSettings(keep_alive_seconds=5.0, max_body_bytes=1000)
+        accounts = Accounts(self.access, self.ledger)
+        self.sessions = Sessions(self.service, self.access, admission, settings, accounts)  # type: ignore[arg-type]
+        return FrontDouble(self.sessions)
+
+    async def written(self) -> None:
+        assert self.ledger is not None
+        if self.ledger._writing is not None:
+            await asyncio.wait_for(asyncio.shield(self.ledger._writing), PATIENCE_SECONDS)
+
+    async def counted(self) -> dict[tuple[str, str, str], tuple[int, int, int]]:
+        """Requests, input and output by key, model and outcome."""
+        await self.written()
+        assert self.ledger is not None
+        return {
+            cell[1:]: (one.requests, one.input_tokens, one.output_tokens)
+            for cell, one in self.ledger.books.rows()
+        }
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with opened(tmp_path / "usage") as ledger:
+        house = House(tmp_path, ledger)
+        house.add("alice")
+        yield house
+
+
+async def test_the_end_waits_for_the_disk(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has all tokens but the last one before its answer is written down."""
+    assert house.ledger is not None
+    disk = Disk(house.ledger, monkeypatch)
+    disk.free.clear()
+    front = house.front()
+    front.submit(front.call("sk-alice"), "r")
+    house.service.live["r"].times = TIMES
+    house.service.live["r"].say("hello")
+    await asyncio.to_thread(disk.began.wait, PATIENCE_SECONDS)
+    assert front.text("r") == "hell"
+    assert front.ends == {}
+
+    disk.free.set()
+    await front.until_over("r")
+
+    assert front.text("r") == "hello"
+    assert await house.counted() == {("alice", "small", WHOLE): (1, 5, 5)}
+    ((_, sums),) = house.ledger.books.rows()
+    assert (sums.device_microseconds, sums.waiting_microseconds) == (2_000_000, 1_500_000)
+
+
+async def test_every_end_is_counted_once(house: House) -> None:
+    """Whole, failed, cancelled by the client, left with the connection, lost with the front end;
+    what is refused, or ends before anything came of it, is not."""
+    front = house.front()
+    for name in ("whole", "failed", "aborted", "left", "lost", "early", "refused"):
+        call = front.call("sk-alice")
+        front.submit(call, name, model="none" if name == "refused" else "small")
+        if name not in ("early", "refused"):
+            house.service.live[name].feed([1, 2])
+        match name:
+            case "whole":
+                house.service.live[name].say("!")
+            case "failed":
+                house.service.live[name].fail(GenerationFailed("broken", "it broke"))
+            case "aborted" | "early":
+                front.abort(name)
+                front.abort(name)
+            case "left":
+                front.leave(call)
+        if name != "lost":
+            front.leave(call)
+    front.die()
+
+    assert await house.counted() == {
+        ("alice", "small", WHOLE): (1, 5, 3), ("alice", "small", CUT): (4, 20, 8),
+    }  # fmt: skip
+
+
+async def test_choices_are_one_request_with_one_prompt(house: House) -> None:
+    """As clients are told."""
+    front = house.front()
+    call = front.call("sk-alice")
+    for number in range(3):
+        front.submit(call, f"{number}", counts_prompt=number == 0)
+    for generation in list(house.service.live.values()):
+        generation.say("ab")
+    await front.until_over("0", "1", "2")
+
+    assert await house.counted() == {("alice", "small", WHOLE): (1, 5, 6)}
+
+
+async def test_the_prefix_cache_is_counted(house: House) -> None:
+    """What the engine says with its first output; never more than the prompt."""
+    front = house.front()
+    front.submit(front.call("sk-alice"), "r")
+    sink = house.service.live["r"]._sink
+    sink.produced(Produced("r", 1, None, None, 4))
+    house.service.live["r"].say("b")
+    await front.until_over("r")
+    await house.written()
+
+    assert house.ledger is not None
+    assert [sums.cached_tokens for _, sums in house.ledger.books.rows()] == [4]
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["live", "over"])
+async def test_a_stop_string_counts_what_the_client_is_sent(house: House, over: bool) -> None:
+    """Also where the core was done with it already, with more tokens."""
+    front = house.front()
+    call = front.call("sk-alice")
+    front.submit(call, "r")
+    house.service.live["r"].feed([1, 2, 3])
+    if over:
+        house.service.live["r"].say("!")
+        await front.until_over("r")
+    front.say(Stopped(call, "r", 2))
+    await house.written()
+
+    assert front.heard(Settled) == [Settled(call, "r")]
+    assert await house.counted() == {("alice", "small", WHOLE): (1, 5, 2)}
+
+
+async def test_a_line_of_a_batch_that_is_asked_again_counts_once(house: House) -> None:
+    """A front end dies with it, another one answers: what is there in the end is the answer."""
+    front = house.front()
+    caller = house.access.on_behalf_of(digest("sk-alice"))
+    assert caller is not None
+    body = b'{"model": "small", "messages": [{"role": "user", "content": "hi"}]}'
+
+    async def ask() -> int:
+        return (await house.sessions.ask(caller, "/v1/chat/completions", body, "b:1")).status
+
+    first = asyncio.create_task(ask())
+    generation = await asyncio.wait_for(house.service.arrivals.get(), PATIENCE_SECONDS)
+    generation.feed([1, 2, 3])
+    front.die()
+    with pytest.raises(FrontEndLost):
+        await first
+    prompt = len(generation.request.prompt)
+    assert await house.counted() == {("alice", "small", CUT): (1, prompt, 3)}
+
+    house.service.script = lambda generation: generation.say("hello!")
+    FrontDouble(house.sessions)
+    assert await ask() == 200
+
+    assert await house.counted() == {("alice", "small", WHOLE): (1, prompt, 6)}
+
+
+async def test_a_budget_is_reserved_before_it_is_spent(house: House) -> None:
+    """Two requests may not have what one of them may need; what is not used is given back; when it
+    is spent, the message says when it renews."""
+    house.add("poor", tokens_per_month=30)
+    front = house.front()
+    front.submit(front.call("sk-poor"), "a", max_tokens=20)
+    front.submit(front.call("sk-poor"), "b", max_tokens=20)
+    refusal = front.refused["b"]
+    assert (refusal.status, refusal.code) == (429, "insufficient_quota")
+    assert "reserved the rest" in refusal.message
+    assert dict(refusal.headers)["Retry-After"] == "1"
+    house.service.live["a"].say("x")
+    await front.until_over("a")
+
+    front.submit(front.call("sk-poor"), "c", max_tokens=19)
+    house.service.live["c"].feed([1] * 19, FinishReason.LENGTH)
+    await front.until_over("c")
+    front.submit(front.call("sk-poor"), "d", max_tokens=20)
+
+    refusal = front.refused["d"]
+    assert "30 tokens, 30 are spent" in refusal.message
+    assert "renews on 2026-12-01 UTC" in refusal.message
+    assert int(dict(refusal.headers)["Retry-After"]) == 2 * 86_400 + 23 * 3600
+    house.now += 3 * 86_400
+    front.submit(front.call("sk-poor"), "e", max_tokens=20)
+    assert "e" in house.service.live
+
+
+async def test_a_budget_outlives_the_daemon(house: House) -> None:
+    """What the ledger has of the month is spent."""
+    house.add("poor", tokens_per_month=12)
+    front = house.front()
+    front.submit(front.call("sk-poor"), "a", max_tokens=7)
+    house.service.live["a"].feed([1] * 7, FinishReason.LENGTH)
+    await front.until_over("a")
+
+    front = house.front()  # another run, with new accounts
+    front.submit(front.call("sk-poor"), "b", max_tokens=1)
+
+    assert front.refused["b"].code == "insufficient_quota"
+
+
+async def test_without_a_ledger_a_budget_lets_nothing_through(tmp_path: Path) -> None:
+    """Other keys are served."""
+    house = House(tmp_path, None)
+    house.add("poor", tokens_per_month=12)
+    house.add("alice")
+    front = house.front()
+    front.submit(front.call("sk-poor"), "a")
+    front.submit(front.call("sk-alice"), "b")
+
+    assert (front.refused["a"].status, front.refused["a"].code) == (503, "budget_not_counted")
+    assert "b" in house.service.live
+
+
+async def test_when_nothing_more_can_be_kept_requests_are_refused(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than forgotten."""
+    monkeypatch.setattr("appliance.usage.ledger.MAX_PENDING", 0)
+    front = house.front()
+    front.submit(front.call("sk-alice"), "a")
+
+    assert (front.refused["a"].status, front.refused["a"].code) == (503, "usage_not_counted")
+
+
+def test_amounts_add_up_and_take_away() -> None:
+    assert Amounts(1, 2) + Amounts(3, 4) == Amounts(4, 6)
+    assert Amounts(4, 6) - Amounts(3, 4) == Amounts(1, 2)
+    assert not Amounts(1, 2) - Amounts(1, 2)

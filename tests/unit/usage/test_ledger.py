@@ -1,0 +1,180 @@
+"""The ledger on disk: answers wait until their entry is written, and no longer than they may."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.errors import ApplianceError
+from appliance.platform.database import Change
+from appliance.usage import ledger as module
+from appliance.usage.ledger import Ledger
+from tests.patience import PATIENCE_SECONDS
+from tests.unit.usage.test_books import NOW, entry
+
+
+class Disk:
+    """A database's `write` that can be held, and that can refuse."""
+
+    def __init__(self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.began = threading.Event()
+        self.refuses = False
+        self.writes = 0
+        self._write = ledger._database.write
+        monkeypatch.setattr(ledger._database, "write", self.write)
+
+    def write(self, changes: Iterable[Change]) -> None:
+        self.began.set()
+        assert self.free.wait(PATIENCE_SECONDS)
+        if self.refuses:
+            raise OSError(28, "No space left on device")
+        self._write(changes)
+        self.writes += 1
+
+
+@asynccontextmanager
+async def opened(folder: Path, **settings: Any) -> AsyncIterator[Ledger]:
+    ledger = Ledger(folder, **{"keep_months": 13, "max_rows": 1000, "now": lambda: NOW} | settings)
+    ledger.open()
+    try:
+        yield ledger
+    finally:
+        await ledger.aclose()
+
+
+async def until(event: asyncio.Event) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await event.wait()
+
+
+async def written(ledger: Ledger) -> None:
+    """Returns when nothing waits for the disk."""
+    assert ledger._writing is not None
+    await asyncio.wait_for(ledger._writing, PATIENCE_SECONDS)
+
+
+def requests(ledger: Ledger) -> int:
+    return sum(sums.requests for _, sums in ledger.books.rows())
+
+
+async def test_an_answer_goes_on_when_its_entry_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before; what comes meanwhile is written together, and a daemon that is killed then has
+    all of it. Tokens count for a budget from the beginning."""
+    async with opened(tmp_path / "usage") as ledger:
+        disk = Disk(ledger, monkeypatch)
+        disk.free.clear()
+        told: list[str] = []
+        last = asyncio.Event()
+        ledger.record(entry("a"), lambda: told.append("a"))
+        assert await asyncio.to_thread(disk.began.wait, PATIENCE_SECONDS)
+        for name in "bcde":
+            ledger.record(entry(name), lambda name=name: told.append(name))  # type: ignore[misc]
+        ledger.record(entry("f"), last.set)
+        assert told == []
+        assert requests(ledger) == 0
+        assert ledger.spent_tokens("alice", "2026-11") == 6 * 3
+
+        disk.free.set()
+        await until(last)
+
+        assert told == list("abcde")
+        assert disk.writes == 2
+        assert requests(ledger) == 6
+        assert ledger.spent_tokens("alice", "2026-11") == 6 * 3
+    async with opened(tmp_path / "usage") as ledger:
+        assert requests(ledger) == 6
+
+
+async def test_no_answer_hangs_on_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After its wait it goes on, those behind it at once, and the log says so once. When the disk
+    is back, nothing is missing."""
+    async with opened(tmp_path / "usage", wait_seconds=0.01) as ledger:
+        disk = Disk(ledger, monkeypatch)
+        disk.free.clear()
+        first, second = asyncio.Event(), asyncio.Event()
+        with caplog.at_level(logging.WARNING, "appliance.usage"):
+            ledger.record(entry("a"), first.set)
+            await until(first)
+            ledger.record(entry("b"), second.set)
+            assert second.is_set()
+            assert "more than 0.01 s" in ledger.trouble
+            disk.free.set()
+            await written(ledger)
+        assert requests(ledger) == 2
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 2
+        assert "answers do not wait" in said[0]
+        assert "nothing is missing" in said[1]
+
+
+async def test_no_answer_hangs_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries stay in memory, up to a bound, and are written once there is room."""
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(module, "MAX_PENDING", 3)
+    async with opened(tmp_path / "usage") as ledger:
+        disk = Disk(ledger, monkeypatch)
+        disk.refuses = True
+        for name in "abc":
+            assert not ledger.full
+            told = asyncio.Event()
+            ledger.record(entry(name), told.set)
+            await until(told)
+        assert ledger.full
+        assert "No space left" in ledger.trouble
+        disk.refuses = False
+        await written(ledger)
+        assert requests(ledger) == 3
+        assert not ledger.full
+
+
+async def test_what_waits_is_written_when_the_appliance_ends(tmp_path: Path) -> None:
+    """And told."""
+    told = asyncio.Event()
+    async with opened(tmp_path / "usage") as ledger:
+        ledger.record(entry("a"), told.set)
+    assert told.is_set()
+    async with opened(tmp_path / "usage") as ledger:
+        assert requests(ledger) == 1
+
+
+async def test_what_is_lost_at_the_end_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end does not wait for a disk that takes nothing."""
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
+    async with opened(tmp_path / "usage") as ledger:
+        Disk(ledger, monkeypatch).refuses = True
+        ledger.record(entry("a"), lambda: None)
+    assert "1 entries of the ledger are lost" in caplog.text
+
+
+async def test_one_daemon_writes(tmp_path: Path) -> None:
+    """Another one is refused, and may have it afterwards."""
+    async with opened(tmp_path / "usage"):
+        with pytest.raises(ApplianceError, match="another daemon has its ledger there"):
+            async with opened(tmp_path / "usage"):
+                pass
+    async with opened(tmp_path / "usage") as ledger:
+        assert requests(ledger) == 0
+
+
+async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "usage").write_text("a file")
+    with pytest.raises(ApplianceError, match=r"^usage\.directory: "):
+        async with opened(tmp_path / "usage"):
+            pass
