@@ -93,6 +93,9 @@ keep_alive = "1s"
 [devices]
 memory = "8MiB"
 
+[usage]
+directory = "usage"
+
 [batches]
 directory = "batches"
 max_file = "64KiB"

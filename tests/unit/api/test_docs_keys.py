@@ -44,7 +44,7 @@ async def test_the_page_is_true(tmp_path: Path) -> None:
     front end that is a double."""
     (tmp_path / "my.toml").write_text(
         '[api]\nkeys = "keys.json"\n[devices]\nmemory = "8MiB"\n'
-        '[[model]]\nname = "m"\npath = "m"\nmax_context = 64\n'
+        '[[model]]\nname = "llama-a"\npath = "m"\nmax_context = 64\n'
     )
     service = FakeService(lambda generation: generation.say("hello"))
     service._cards["llama-a"] = service._cards["small"]
