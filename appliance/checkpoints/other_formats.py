@@ -13,6 +13,8 @@ GGUF: Final = "GGUF is not supported"
 _POINTER: Final = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES: Final = 1024
 """No pointer of git-LFS is larger."""
+_TEXTS: Final = frozenset({".json", ".jinja", ".txt", ".model"})
+"""Files of a model that are read whatever its weights are."""
 _PICKLES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 
@@ -39,8 +41,9 @@ def refuse_other_formats(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
     files = [file for file in sorted(path.iterdir()) if file.is_file()]
-    for file in files:
-        refuse_pointer(file)
+    for file in files:  # weights are looked at where they are read
+        if file.suffix in _TEXTS:
+            refuse_pointer(file)
     kinds = {file.suffix: file for file in reversed(files)}
     if ".safetensors" in kinds:
         return

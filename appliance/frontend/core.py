@@ -223,8 +223,8 @@ class Core(asyncio.Protocol):
         """A stop string ended a request, whose client is sent so many tokens of output. Nothing
         more goes to the client until the core has counted it."""
         self._forget(request)
+        call.unsettled.add(request)
         if not self.gone.is_set():
-            call.unsettled.add(request)
             self._stopped[request] = call
             self.send(Stopped(call.number, request, output_tokens))
 
@@ -356,8 +356,7 @@ class Core(asyncio.Protocol):
         _fail([self._welcome], ConnectionError("the core is gone"))
         waiting = (self._entering, self._finding, self._fetching)
         _fail([future for of in waiting for future in of.values()], CallRefused(_GONE))
-        for request in list(self._stopped):
-            self._settled(request)
+        self._stopped.clear()  # not counted: their clients see the connection end
         for request, known in list(self._requests.items()):
             if known.admission is not None:
                 self._refused(msgspec.structs.replace(_GONE, request=request))

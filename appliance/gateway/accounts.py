@@ -106,7 +106,9 @@ class Account:
         """A sequence is asked for. Raises `ApiError` if its key may not have it."""
         input_tokens = len(frame.prompt) if frame.counts_prompt else 0
         tokens = input_tokens + frame.max_tokens
-        reserved = self.accounts.reserve(self._caller, tokens, frame.together_tokens)
+        # The first of several choices asks for all of them.
+        together = frame.together_tokens if frame.counts_prompt else 0
+        reserved = self.accounts.reserve(self._caller, tokens, together)
         charge = Charge(self, frame.asked or frame.model, frame.request, input_tokens, reserved)
         self.charges[frame.request] = charge
         return charge
@@ -199,7 +201,8 @@ class Charge:
         """It is over: `go_on` is called when it is counted, or need not be. `finished` is why its
         output ended, None if it failed. One that was never computed does not count."""
         self.over = True
-        if times is None and not self.output and finished is None:
+        computed = self.output or (times is not None and times.instances)
+        if not computed and finished is None:
             self.drop()
             go_on()
             return

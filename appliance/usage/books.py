@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
@@ -131,7 +132,7 @@ class Books:
 
     def changes(self, plan: Plan) -> list[Change]:
         """A plan as changes of the database's rows."""
-        gone = [number for number, _ in list(self._transactions)[: plan.forgotten]]
+        gone = [number for number, _ in islice(self._transactions, plan.forgotten)]
         return [*plan.changes, *(Delete("recent", (number,)) for number in gone)]
 
     def apply(self, plan: Plan) -> None:

@@ -169,7 +169,8 @@ class Ledger:
                     self._count_pending(entry, -1)
                 self._written += len(entries)
                 self._let_go(self._written)
-            self._in_time()
+                if len(self._pending) <= MOST_TOGETHER:
+                    self._in_time()
         finally:
             self._writing = None
 
@@ -209,9 +210,9 @@ class Ledger:
         self._let_go(self._came)
 
     def _in_time(self) -> None:
-        """All is on the disk."""
+        """The disk keeps up: what comes now is in its next transaction."""
         if self._late:
-            log.warning("the ledger of usage is written again, nothing is missing")
+            log.warning("the ledger of usage is written again")
         self._late, self.trouble = False, ""
 
     def _unlock(self) -> None:

@@ -42,6 +42,7 @@ LONGEST = (
     "test_kv_on_disk",
     "test_endurance",
     "test_restart",
+    "test_usage",
     "test_policies",
     "test_kinds",
     "test_pool",

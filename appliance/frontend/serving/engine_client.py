@@ -178,6 +178,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
                 self._core.stop(call, request, detokenizer.num_output_tokens())
 
     async def get_output_async(self) -> EngineCoreOutputs:
+        await asyncio.sleep(0)  # other tasks go on, also while more is there
         return await self._outputs.get()
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -114,6 +114,8 @@ async def test_every_end_is_counted_once(house: House) -> None:
             case "failed":
                 house.service.live[name].fail(GenerationFailed("broken", "it broke"))
             case "aborted" | "early":
+                if name == "early":  # it has waited only
+                    house.service.live[name].times = RequestTimes(queue_seconds=1.0)
                 front.abort(name)
                 front.abort(name)
             case "left":
@@ -195,6 +197,20 @@ async def test_a_line_of_a_batch_that_is_asked_again_counts_once(house: House) -
     assert await ask() == 200
 
     assert await house.counted() == {("alice", "small", WHOLE): (1, prompt, 6)}
+
+
+async def test_choices_of_one_prompt_are_reserved_together_once(house: House) -> None:
+    """The first one asks for all; the prompt counts once. What fits the budget is not refused."""
+    house.add("poor", tokens_per_month=50)
+    front = house.front()
+    call = front.call("sk-poor")
+    front.submit(call, "a", max_tokens=20, together_tokens=50)
+    front.submit(call, "b", max_tokens=20, together_tokens=50, counts_prompt=False)
+    assert not front.refused
+    assert {"a", "b"} <= house.service.live.keys()
+
+    front.submit(front.call("sk-poor"), "c", max_tokens=20, together_tokens=51)
+    assert front.refused["c"].status == 429
 
 
 async def test_a_budget_is_reserved_before_it_is_spent(house: House) -> None:

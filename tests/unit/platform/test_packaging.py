@@ -115,13 +115,13 @@ def test_the_service_waits_for_the_drain() -> None:
 
 def test_what_may_go_away_is_tried_again() -> None:
     """Restarts after a failure come too rarely to reach the limit of starts, which is for what a
-    waiting client starts at once; a refused configuration (status 2) is not started again. Where
-    memory runs out, the kernel ends a worker of ours, and the daemon stays."""
+    waiting client starts at once; also after a refused configuration, as a disk or a GPU may come
+    late. Where memory runs out, the kernel ends a worker of ours, and the daemon stays."""
     start, service = unit("appliance.service")["Unit"], unit("appliance.service")["Service"]
     often = int(start["StartLimitBurst"])
 
     assert service["Restart"] == "on-failure"
-    assert service["RestartPreventExitStatus"] == "2"
+    assert "RestartPreventExitStatus" not in service
     assert often * float(service["RestartSec"]) > float(start["StartLimitIntervalSec"])
     assert often < 10
     assert (service["OOMPolicy"], service["MemoryMax"]) == ("continue", "95%")

@@ -57,15 +57,16 @@ def check_parsers(model: FrontModel, tokenizer: Any) -> None:
 
 
 def adapt_parsers(state: State, model: FrontModel) -> None:
-    """Change the parsers of a model's serving objects, in place: they leave answers without tools
-    alone, and what they raise is logged, and names them."""
+    """Change the parsers of a model's serving objects and renderer, in place: they leave answers
+    without tools alone, and what they raise is logged, and names them."""
     for serving, attribute in (
         (state.openai_serving_chat, "parser_cls"),
         (state.openai_serving_chat_batch, "parser_cls"),
         (state.anthropic_serving_messages, "parser_cls"),
         (state.openai_serving_responses, "parser"),
+        (state.online_renderer, "parser"),
     ):
-        if serving is not None and (parser := getattr(serving, attribute)) is not None:
+        if (parser := getattr(serving, attribute, None)) is not None:
             setattr(serving, attribute, naming_failures(left_without_tools(parser), model))
 
 
