@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -24,7 +25,11 @@ from appliance.checkpoints.parsers.families import TOOL_FAMILIES
 from appliance.checkpoints.parsers.names import AUTO, ParserKind, committed_names
 from appliance.frontend.known_models import known_parsers
 from appliance.frontend.serving.held_text import with_held_text
-from appliance.frontend.serving.parsing.failures import ParserFailed, naming_failures
+from appliance.frontend.serving.parsing.failures import (
+    ParserFailed,
+    adapt_parsers,
+    naming_failures,
+)
 from appliance.frontend.serving.parsing.without_tools import left_without_tools
 from tests.frontend.conftest import like, model_at
 from tests.frontend.stand_in_core import StandInCore, front_end
@@ -101,6 +106,26 @@ def test_an_answer_without_tools_is_as_without_a_parser(
     assert whole[:2] == (None, text)
     assert not whole[2]
     assert streamed == said
+
+
+@pytest.mark.parametrize("asked", [without_tools(), without_tools(tools=[TOOL])])
+def test_the_renderer_leaves_requests_without_tools_alone(
+    asked: ChatCompletionRequest, words: PreTrainedTokenizerBase, generator: Path
+) -> None:
+    """It is what has a parser change requests: this one fails if it is asked."""
+    renderer, chat = SimpleNamespace(parser=Failing), SimpleNamespace(parser_cls=Failing)
+    state: Any = SimpleNamespace(
+        openai_serving_chat=chat,
+        openai_serving_chat_batch=None,
+        anthropic_serving_messages=None,
+        openai_serving_responses=None,
+        online_renderer=renderer,
+    )
+
+    adapt_parsers(state, model_at(generator, "llama-a", tool_parser="hermes"))
+
+    for parser in (renderer.parser, chat.parser_cls):
+        assert parser(words).adjust_request(asked) is asked
 
 
 # --- a call of a tool ----------------------------------------------------------------------------
