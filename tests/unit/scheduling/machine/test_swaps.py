@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.plugins.appliance import Appliance
 from appliance.scheduling.policy_api import PlannedTurn
 from appliance.vocabulary import Direction, FinishReason, MoveKv, RunPrefill, RunTurn
 from tests.unit.doubles.cluster import ClusterDouble, shape
@@ -38,10 +39,12 @@ def arrivals(cluster: ClusterDouble) -> list[str]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_goes_on_while_its_swap_was_not_worth_it(policy: str) -> None:
     """If moves take long, the first model whose KV comes back decodes until its request ends. The
-    policy would have others run in between: with fast moves they do."""
+    policy would have others run in between: with fast moves they do, if one target of slack is
+    enough for it."""
     came = {}
+    stranger = Appliance(slack_target=1.0) if policy == "appliance" else None
     for seconds in (0.001, 10.0):
-        cluster = box(policy)
+        cluster = box(policy, stranger)
         cluster.up[0].swap_seconds = seconds
         begin(cluster)
         cluster.settle()
