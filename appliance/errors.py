@@ -61,6 +61,19 @@ class CheckpointError(ApplianceError):
         return str(self)
 
 
+class RemediedCheckpointError(CheckpointError):
+    """The same, with a remedy of its own."""
+
+    def __init__(self, wrong: str, remedy: str) -> None:
+        super().__init__(f"{wrong}; {remedy}")
+        self._wrong = wrong
+        self.remedy = remedy
+
+    @property
+    def wrong(self) -> str:
+        return self._wrong
+
+
 class PullError(ApplianceError):
     """A model cannot be fetched; the message says what is wrong with where it is, or what is
     there."""

@@ -24,7 +24,7 @@ from appliance.checkpoints.quantized import quantization
 from appliance.checkpoints.rank_shares import why_undivided
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
-from appliance.errors import CheckpointError
+from appliance.errors import RemediedCheckpointError
 from appliance.platform import torchvision
 from appliance.platform.cpus import computes_linear_attention
 
@@ -140,17 +140,8 @@ INTEGERS: Final = f"{BF16}, or in integers of 4 or 8 bits that docs/models.md li
 TEXT: Final = "take a checkpoint of a model that reads text only"
 
 
-class UnsupportedModel(CheckpointError):
+class UnsupportedModel(RemediedCheckpointError):
     """A model of a kind that is not served here, and what to do instead."""
-
-    def __init__(self, wrong: str, remedy: str) -> None:
-        super().__init__(f"{wrong}; {remedy}")
-        self._wrong = wrong
-        self.remedy = remedy
-
-    @property
-    def wrong(self) -> str:
-        return self._wrong
 
 
 def base_architecture(architecture: str) -> str | None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, RemediedCheckpointError
 
 GGUF: Final = "GGUF is not supported"
 _POINTER: Final = b"version https://git-lfs.github.com/spec/"
@@ -18,17 +18,8 @@ _TEXTS: Final = frozenset({".json", ".jinja", ".txt", ".model"})
 _PICKLES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 
-class UnreadableModel(CheckpointError):
+class UnreadableModel(RemediedCheckpointError):
     """What is there, and how to get what is read."""
-
-    def __init__(self, wrong: str, remedy: str) -> None:
-        super().__init__(f"{wrong}; {remedy}")
-        self._wrong = wrong
-        self.remedy = remedy
-
-    @property
-    def wrong(self) -> str:
-        return self._wrong
 
 
 def refuse_other_formats(path: Path) -> None:

@@ -342,10 +342,10 @@ async def test_a_second_signal_ends_what_is_beside_in_order(
     beside = Beside()
     begun, daemon = lifetime(beside)
     life = asyncio.create_task(begun.run())
-    while beside.life != ["started"]:  # noqa: ASYNC110 - it tells nobody
+    while beside.life != ["started"]:  # noqa: ASYNC110 - no event says it
         await asyncio.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
-    while "drain 30" not in daemon.life:  # noqa: ASYNC110 - it tells nobody
+    while "drain 30" not in daemon.life:  # noqa: ASYNC110 - no event says it
         await asyncio.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 

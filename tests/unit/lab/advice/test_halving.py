@@ -151,7 +151,7 @@ def test_long_replays_may_be_dearer_than_short_ones_say(
 
 
 def test_the_leader_of_whole_replays_is_replayed_again() -> None:
-    """All that are left are replayed first, whoever led before."""
+    """All that are left are replayed first, whichever led before."""
     halving, trials = Halving(3, [Rung(1.0, 2)], 100.0), []
     while (trial := halving.next()) is not None:
         trials.append(trial)
