@@ -10,11 +10,8 @@ and says what each part is worth.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -37,15 +34,16 @@ from appliance.plugins.shedding import (
     is_hopeless,
     refusal_reason,
 )
+from appliance.plugins.work.expected import Expectations
+from appliance.plugins.work.loads import Loads
+from appliance.plugins.work.outlook import ModelWork, Outlooks, Terms
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
-    BatchView,
     ClusterView,
     Costs,
     DecodingView,
     Fleet,
-    GroupView,
     InstanceView,
     Migration,
     Phase,
@@ -57,135 +55,14 @@ from appliance.scheduling.policy_api import (
 )
 from appliance.vocabulary import InstanceId, ModelName, RequestClass
 
-ESTIMATES_SECONDS = 30.0
-"""How long what is expected of a model is kept."""
 PROMPT_TOKENS = 2048
 """Of prompts that are computed together: more take proportionally longer, so nothing is gained."""
-LONG_PROMPT_SECONDS = 1.0
-"""A prompt that takes longer sends others that come meanwhile elsewhere. To count shorter ones,
-too, makes tokens late where models share instances: requests of a model gather less."""
-LOOKED_AT = 2
-"""So many instances that changed are looked at anew for one request."""
-AWAY = 0.25
-"""A model with KV on the host waits until its slack is less than this share of its target, while
-another one goes on: each switch between them moves KV."""
-PROMPTS_IN_GAPS = 0.7
-"""Where streams are promised a longest gap, prompts are due after this share of their TTFT target:
-else they would wait for streams, which are always due soon, until they are late."""
-TIGHT_SHARE = 0.1
-"""First tokens of a model are tight if a switch to it takes more than this share of their TTFT."""
-SHORT_SHARE, SHORT_SECONDS = 0.5, 1.0
-"""Short prompts with a tight TTFT come before tokens of others for this share of an instance's
-time, and for as many seconds at once: a flood of them leaves the others the rest."""
 APART_TURN_SECONDS = 0.1
 """The longest turn of a model whose instances prefill or decode: requests whose KV comes from
 elsewhere join with the next turn."""
 NO_MORE_SECONDS = 1e-3
 """A turn ends at once, and does not go on with the rest of its quota, as it would after 0."""
-RENEWED = 16
-"""Not more than this part of the models is looked up anew at once."""
-
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
-
-
-@dataclass(slots=True)
-class ModelWork:
-    """What an instance has to do for one model."""
-
-    model: ModelName
-    due: float = math.inf
-    """When the next token of the most urgent request is due."""
-    scheduled: float | None = None
-    """When that token is due without longest gaps, if it is due earlier for one."""
-    overdue: float = math.inf
-    """When the most urgent token was due, if it is late; infinite if it is not."""
-    prompt_seconds: float = 0.0
-    """What the prompts that wait take."""
-    runs: bool = False
-    """Whether any of its requests could run now."""
-    short: bool = False
-    """Whether all of its prompts that can be in time have a tight TTFT, take no longer than its
-    margin, and find its weights on the device: they come before tokens of others."""
-    switch_seconds: float = 0.0
-    """What it takes to bring its weights to the device."""
-    wanted: float = -math.inf
-    """When it goes on before a model that has its slack target: at once, unless its KV is away."""
-    latest: float = math.inf
-    """When it has to run at the latest, to be in time."""
-    slack_target_seconds: float = math.inf
-    """Slack with which it lets others run."""
-    margin_seconds: float = math.inf
-    """How long before it is due it should run."""
-
-    def slack_seconds(self, now: float) -> float:
-        """How far it is ahead of its schedule, whatever gap it has to keep: that is earned."""
-        return (self.due if self.scheduled is None else self.scheduled) - now
-
-
-@dataclass(slots=True, frozen=True)
-class Outlook:
-    """What is known of an instance as long as its view is the same."""
-
-    view: InstanceView
-    works: dict[ModelName, ModelWork]
-    """By model."""
-
-
-@dataclass(slots=True, frozen=True)
-class InstanceWork:
-    """About how long everything on an instance takes, as long as it has the same to do."""
-
-    made: float
-    membership_version: int
-    resident: frozenset[ModelName]
-    models: frozenset[ModelName]
-    """Those with work."""
-    seconds: float
-    kv_seconds: float
-    """On top of that, for reading the KV of the requests that decode."""
-
-
-@dataclass(slots=True, frozen=True)
-class Expected:
-    """What is expected of a model, until it is looked up anew."""
-
-    until: float
-    prompt_seconds: float
-    prompt_seconds_per_token: float
-    switch_seconds: float
-    answers_seconds: dict[int, float]
-    """What so many answers of usual length take that share their steps."""
-
-    def of_prompt(self, tokens: int) -> float:
-        """Seconds that a prompt takes."""
-        return self.prompt_seconds + tokens * self.prompt_seconds_per_token
-
-    def of_answers(self, model: ModelName, requests: int, costs: Costs, tokens: int) -> float:
-        """Seconds that so many answers of so many tokens take; always the same number of tokens."""
-        known = self.answers_seconds.get(requests)
-        if known is None:
-            known = costs.step_seconds(model, requests) * tokens
-            self.answers_seconds[requests] = known
-        return known
-
-
-class Precedence:
-    """How long short prompts had an instance before others lately."""
-
-    def __init__(self) -> None:
-        self._used: dict[InstanceId, tuple[float, float]] = {}
-
-    def _seconds(self, now: float, instance: InstanceId) -> float:
-        at, seconds = self._used.get(instance, (now, 0.0))
-        return max(0.0, seconds - SHORT_SHARE * (now - at))
-
-    def is_left(self, now: float, instance: InstanceId) -> bool:
-        """Whether there is time left for some."""
-        return self._seconds(now, instance) < SHORT_SECONDS
-
-    def use(self, now: float, instance: InstanceId, seconds: float) -> None:
-        """Count a prompt that takes so long."""
-        self._used[instance] = now, self._seconds(now, instance) + seconds
 
 
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -233,16 +110,14 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     """An instance rests when it has not been needed for so long."""
 
     def __post_init__(self) -> None:
-        self._outlooks: dict[InstanceId, Outlook] = {}
-        self._loads: dict[InstanceId, InstanceWork] = {}
-        self._chosen: InstanceId | None = None
         self._weights: dict[ModelName, int] = {}
-        self._precedence = Precedence()
-        self._expected: dict[ModelName, Expected] = {}
+        self._expectations = Expectations()
+        self._loads = Loads(self._expectations, self.output_tokens)
+        terms = Terms(self.margin, self.slack_target, self.renewal_seconds)
+        self._outlooks = Outlooks(terms, self._expectations)
         self._homes = Homes()
         self._parking = parking.Parking(self.park_load, self.park_seconds)
         self._placements: list[Placement] = []
-        self._behind: set[InstanceId] = set()
         self._shedding = Shedding()
         self._lone = LoneModel(self.margin, self.longest_step, float(self.output_tokens))
 
@@ -253,18 +128,12 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         """Models whose loads take long against their TTFT target have homes; the others may run
         everywhere. What is expected of models is renewed, the oldest first; of those
         that are there no more it is forgotten."""
-        known = self._expected
-        for model in list(itertools.islice(known, 1 + len(known) // RENEWED)):
-            if known[model].until > now:
-                break
-            del known[model]
-            if any([view.name == model for view in cluster.models]):
-                self._expect(model, now, costs)
+        self._weights = {model.name: model.weight_bytes for model in cluster.models}
+        self._expectations.renew(now, self._weights, costs)
         there = (
             [(view.id, view.up) for view in cluster.instances],
             [(model.name, model.instances) for model in cluster.models],
         )
-        self._weights = {model.name: model.weight_bytes for model in cluster.models}
         if self._homes.are_due(now, there):
             seekers = find_seekers(cluster.models, costs, self.home_share, self.output_tokens)
             self._placements = self._homes.placements(cluster, seekers)
@@ -304,10 +173,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             view = self._lone.prefill(now, request, instances, costs)
             if view is not None:
                 return PrefillChoice(instance=view.id, group=_own_group(now, request, view))
-        expected = self._expect(model, now, costs)
+        expected = self._expectations.of(model, now, costs)
         alone = expected.of_answers(model, 1, costs, self.output_tokens)
-        self._renew_loads(now, instances, costs)
-        found = [self._loads[view.id] for view in instances]
+        found = self._loads.of(now, instances, costs)
         models = max([len(load.models) for load in found])
         if models < len(instances):  # there may be as many all the same
             models = len(frozenset().union(*[load.models for load in found]))
@@ -328,72 +196,14 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 request,
                 OwnCosts(expected.of_prompt(request.tokens), expected.switch_seconds),
                 [best, *[view for view in instances if view is not best]],
-                lambda view: self._look(now, view, costs).works,
+                lambda view: self._outlooks.of(now, view, costs),
                 costs,
             )
             if is_hopeless(now, request, estimate.wait_seconds):
                 return Refusal(reason=refusal_reason(now, request, estimate.seconds))
             best = estimate.view
-        self._chosen = best.id
+        self._loads.choose(best.id)
         return PrefillChoice(instance=best.id, group=_own_group(now, request, best))
-
-    def _renew_loads(self, now: float, instances: Sequence[InstanceView], costs: Costs) -> None:
-        """Of the instances where a request came or went, the one that the last request went to and
-        those that were looked at longest ago; some requests later, the others."""
-        loads = self._loads
-        changed = []
-        for view in instances:
-            load = loads.get(view.id)
-            if load is None:
-                loads[view.id] = self._make_load(view, now, costs)
-            elif (
-                load.membership_version != view.membership_version or load.resident != view.resident
-            ):
-                changed.append((view.id != self._chosen, load.made, view.id, view))
-        if len(changed) > LOOKED_AT:
-            changed.sort()
-        for *_, view in changed[:LOOKED_AT]:
-            loads[view.id] = self._make_load(view, now, costs)
-
-    def _make_load(self, view: InstanceView, now: float, costs: Costs) -> InstanceWork:
-        """O(batches + groups)."""
-        known, resident = self._expected, view.resident
-        requests, seconds, kv_seconds = {}, 0.0, 0.0
-        for batch in view.batches:
-            requests[batch.model] = batch.requests
-            reading = costs.step_seconds(batch.model, 1, batch.kv_tokens)
-            kv_seconds += self.output_tokens * (reading - costs.step_seconds(batch.model, 1))
-        if view.computing_tokens and view.current_model is not None:
-            expected = self._expect(view.current_model, now, costs)
-            computing = view.computing_tokens * expected.prompt_seconds_per_token
-            seconds += computing if computing > LONG_PROMPT_SECONDS else 0.0
-        for group in view.groups:
-            model, waiting = group.model, group.waiting
-            expected = known.get(model) or self._expect(model, now, costs)
-            seconds += waiting * expected.prompt_seconds
-            seconds += group.tokens * expected.prompt_seconds_per_token
-            requests[model] = requests.get(model, 0) + waiting
-        for model, number in requests.items():
-            expected = known.get(model) or self._expect(model, now, costs)
-            seconds += expected.answers_seconds.get(number) or expected.of_answers(
-                model, number, costs, self.output_tokens
-            )
-            if model not in resident:
-                seconds += expected.switch_seconds
-        models = frozenset(requests)
-        return InstanceWork(now, view.membership_version, resident, models, seconds, kv_seconds)
-
-    def _expect(self, model: ModelName, now: float, costs: Costs) -> Expected:
-        """What is known of the model. Prompts are taken to be on a line through two estimates."""
-        known = self._expected.get(model)
-        if known is None:
-            short, long = costs.prefill_seconds(model, 1), costs.prefill_seconds(model, 1001)
-            per_token = (long - short) / 1000
-            switch = costs.switch_seconds(model)
-            until = now + ESTIMATES_SECONDS
-            known = Expected(until, short - per_token, per_token, switch, {})
-            self._expected[model] = known
-        return known
 
     @hookimpl
     def decode(
@@ -433,7 +243,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         their TBT target, unless it is urgent. Prompts are computed one by one where other models
         have work, so that what comes next is decided after each."""
         batch = find_batch(instance, model)
-        expected = self._expect(model, now, costs)
+        expected = self._expectations.of(model, now, costs)
         others = any([group.model != model for group in instance.groups])
         others |= any([other.model != model for other in instance.batches])
         whole = BatchLimits(requests=UNLIMITED, prompt_tokens=0 if others else PROMPT_TOKENS)
@@ -442,7 +252,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
         left = self.longest_step * self._lone.step_target(batch) - step
         chunk = int(left / expected.prompt_seconds_per_token)
-        work = self._look(now, instance, costs).works[model]
+        work = self._outlooks.of(now, instance, costs)[model]
         if chunk < SMALLEST_CHUNK or (
             work.latest <= now
             and now + work.prompt_seconds < batch.deadline
@@ -474,15 +284,17 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         if first.model != work.model:
             return Phase.DECODE
         if work.short:
-            seconds = self._expect(work.model, now, costs).of_prompt(first.tokens // first.waiting)
-            self._precedence.use(now, instance.id, seconds)
+            seconds = self._expectations.of(work.model, now, costs).of_prompt(
+                first.tokens // first.waiting
+            )
+            self._outlooks.precedence.use(now, instance.id, seconds)
         return Phase.PREFILL
 
     @hookimpl
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
         """One turn, and in which order the others are likely to follow."""
         runnable = {batch.model for batch in instance.batches if batch.runnable}
-        works = self._look(now, instance, costs).works
+        works = self._outlooks.of(now, instance, costs)
         first = self._next(now, instance, costs, prompts=False)
         if first.model not in runnable:
             first = min((works[model] for model in runnable), key=_deadline)
@@ -504,7 +316,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         model = instance.turn
         if model is None or any([group.model == model for group in instance.groups]):
             return 0.0
-        works = self._look(now, instance, costs).works
+        works = self._outlooks.of(now, instance, costs)
         began = instance.turn_began
         if any([works[g.model].short and g.arrived >= began for g in instance.groups]):
             return 0.0
@@ -523,7 +335,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         whose deadline is next. A running model that is late itself, or would be on its way back,
         goes on: it soon will not be. If it stays late, as more is asked of it than it can do,
         others do not wait for that."""
-        works = self._look(now, view, costs).works
+        works = self._outlooks.of(now, view, costs)
         able = [work for work in works.values() if work.runs]
         if prompts and (short := [work for work in able if work.short]):
             return min(short, key=_deadline)
@@ -549,7 +361,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         """How long the model, which runs since `began`, may go on: until it has its slack target,
         if another model waits, and until another model has to begin, after those that are more
         urgent have loaded and computed their prompts."""
-        works = self._look(now, view, costs).works
+        works = self._outlooks.of(now, view, costs)
         seconds, before, shortest = self.longest_turn_seconds, 0.0, 0.0
         own = works.get(model)
         if own is not None and len(works) > 1 and (earns := _earns(view, model, costs)) > 0:
@@ -578,112 +390,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             or current.model not in view.resident
         ):
             return True
-        back = self._expect(current.model, now, costs).switch_seconds
+        back = self._expectations.of(current.model, now, costs).switch_seconds
         return current.latest - other.switch_seconds - other.prompt_seconds - back > now
-
-    # --- what is known of an instance ------------------------------------------------------------
-
-    def _look(self, now: float, view: InstanceView, costs: Costs) -> Outlook:
-        known = self._outlooks.get(view.id)
-        if known is None or known.view is not view:
-            known = self._outlooks[view.id] = self._make_outlook(now, view, costs)
-        return known
-
-    def _make_outlook(self, now: float, view: InstanceView, costs: Costs) -> Outlook:
-        known = self._expected
-        works: dict[ModelName, ModelWork] = {}
-        behind = _is_behind(now, view, view.id in self._behind)
-        (self._behind.add if behind else self._behind.discard)(view.id)
-        for batch in view.batches:
-            works[batch.model] = _decoding_work(self, now, batch, behind)
-        gap = math.inf if behind else _longest_gap(view)
-        short: dict[ModelName, float] = {}
-        for group in view.groups:
-            model = group.model
-            work = works.get(model)
-            if work is None:
-                work = works[model] = ModelWork(model)
-            due, margin, overdue = _when_due(self, now, group, behind, gap)
-            work.due = min(work.due, due)
-            work.overdue = min(work.overdue, overdue)
-            work.margin_seconds = min(work.margin_seconds, margin)
-            expected = known.get(model) or self._expect(model, now, costs)
-            prompts = (
-                group.waiting * expected.prompt_seconds
-                + group.tokens * expected.prompt_seconds_per_token
-            )
-            work.prompt_seconds += prompts
-            work.runs = True
-            if (
-                group.deadline >= now + prompts
-                and group.interactive
-                and model in view.resident
-                and expected.switch_seconds > TIGHT_SHARE * group.slo.ttft_seconds
-            ):
-                short[model] = short.get(model, 0.0) + prompts
-        if not self._precedence.is_left(now, view.id):
-            short.clear()
-        for model, seconds in short.items():
-            works[model].short = seconds <= works[model].margin_seconds
-        away = {batch.model for batch in view.batches if batch.away_tokens}
-        for work in works.values():
-            if work.model not in view.resident:
-                expected = known.get(work.model) or self._expect(work.model, now, costs)
-                work.switch_seconds = expected.switch_seconds
-            lead = work.margin_seconds + work.prompt_seconds + work.switch_seconds
-            work.latest = work.due - lead
-            if work.model in away and not work.prompt_seconds:
-                work.wanted = work.due - AWAY * work.slack_target_seconds
-        return Outlook(view, works)
-
-
-def _is_behind(now: float, view: InstanceView, was: bool) -> bool:
-    """Whether the instance has more to do than it can do in time, as far as is seen: from when a
-    token is late by more than a TTFT target, until none is late."""
-    works: list[BatchView | GroupView] = [*view.batches, *view.groups]
-    late = [work for work in works if _scheduled(work) < now]
-    limits = [_scheduled(work) + work.slo.ttft_seconds for work in late]
-    return bool(late) and (was or min(limits) < now)
-
-
-def _when_due(
-    policy: Appliance, now: float, group: GroupView, behind: bool, gap: float
-) -> tuple[float, float, float]:
-    """When prompts count as due, how long before that they should run, and when they were due if
-    they wait for what can still be in time (else infinite)."""
-    margin = policy.margin * group.slo.ttft_seconds
-    due = _scheduled(group) if behind or group.deadline < now else group.deadline
-    if gap < math.inf:
-        if not group.resumed:
-            due = min(due, group.arrived + PROMPTS_IN_GAPS * group.slo.ttft_seconds)
-        margin = min(margin, policy.margin * gap)
-    limit = now - margin
-    if not behind or due >= limit:
-        return due, margin, math.inf
-    periods = math.ceil((limit - due) / policy.renewal_seconds)
-    return due + periods * policy.renewal_seconds, margin, due
-
-
-def _decoding_work(policy: Appliance, now: float, batch: BatchView, behind: bool) -> ModelWork:
-    """Of the requests that decode. An instance that is behind keeps no gaps, and has a model earn
-    no more than one TTFT target before others go on: they are late already."""
-    margin = policy.margin * batch.slo.ttft_seconds
-    target = min(1.0, policy.slack_target) if behind else policy.slack_target
-    deadlines = batch.scheduled or batch.deadlines
-    work = ModelWork(
-        model=batch.model,
-        due=deadlines[0],
-        runs=batch.runnable > 0,
-        slack_target_seconds=target * batch.slo.ttft_seconds,
-        margin_seconds=margin,
-    )
-    if behind and work.due < now - margin:
-        renewed = _renewed(deadlines, now - margin, policy.renewal_seconds)
-        work.due, work.overdue = renewed, work.due
-    elif batch.scheduled and not behind and (due := _due_in_gap(now, batch)) < work.due:
-        work.due, work.scheduled = due, work.due
-        work.margin_seconds = min(margin, policy.margin * batch.slo.gap_seconds)
-    return work
 
 
 def _earns(view: InstanceView, model: ModelName, costs: Costs) -> float:
@@ -693,15 +401,6 @@ def _earns(view: InstanceView, model: ModelName, costs: Costs) -> float:
         return 0.0
     step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
     return batch.slo.tbt_seconds / step - 1
-
-
-def _renewed(deadlines: Sequence[float], limit: float, period: float) -> float:
-    """When the first of the tokens counts as due: as promised, or, if that was before `limit`, so
-    many periods later. O(those before), or less if they were not long before."""
-    late = bisect.bisect_left(deadlines, limit)
-    first = deadlines[:late] if deadlines[0] < limit - period else deadlines[:1]
-    renewed = [due + math.ceil((limit - due) / period) * period for due in first]
-    return min([*renewed, *deadlines[late : late + 1]])
 
 
 def _own_group(now: float, request: RequestView, view: InstanceView) -> int | None:
@@ -716,27 +415,6 @@ def _own_group(now: float, request: RequestView, view: InstanceView) -> int | No
         ):
             return index
     return None
-
-
-def _longest_gap(view: InstanceView) -> float:
-    """The shortest of those that streams here are promised; infinite if none is."""
-    gaps = [batch.slo.gap_seconds for batch in view.batches]
-    return min([gap for gap in gaps if gap], default=math.inf)
-
-
-def _scheduled(work: BatchView | GroupView) -> float:
-    """When its next token is due, whatever gap it has to keep."""
-    if isinstance(work, GroupView):
-        return work.deadline if work.scheduled is None else work.scheduled
-    return work.scheduled[0] if work.scheduled else work.deadline
-
-
-def _due_in_gap(now: float, batch: BatchView) -> float:
-    """When the first of the tokens is due that are not late yet; infinite if all are. A stream
-    whose gap is over has lost a token, however long it waits now: it loses no other one before the
-    next is due as scheduled."""
-    first = bisect.bisect_left(batch.deadlines, now)
-    return min(batch.deadlines[first : first + 1], default=math.inf)
 
 
 def _deadline(work: ModelWork) -> tuple[float, ModelName]:

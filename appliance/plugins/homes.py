@@ -1,9 +1,9 @@
 """Homes: on which instances a model is kept whose weights take too long to come when it is asked.
 
 A model has as many homes as its share of the demand is instances, rounded up, but further ones
-only where its weights have room next to those of others. The largest demands are placed first, each
-where the least demand for the memory left is (KVPR, Prism §6.2, with the share of an instance that
-a model needs to keep its SLO targets as its pressure).
+only where its weights have room next to those of others, and KV has room then. The largest demands
+are placed first, each where the least demand for the memory left is (KVPR, Prism §6.2, with the
+share of an instance that a model needs to keep its SLO targets as its pressure).
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ PERIOD_SECONDS = 10.0
 THRESHOLD = 0.6
 """A model leaves a home for one with a pressure that is lower by more than this share: until its
 weights are there, its first tokens are late, and demands are estimates."""
+UNEVEN = 0.3
+"""It stays, too, while the demand at its home is higher by no more than this share than it would be
+there: what is left of full memory makes large differences of pressure from small ones of demand."""
+FREE_SHARE = 0.2
+"""A model gets a further home only where so much of the memory is left for KV."""
 LEAST_RATE = 0.01
 """Requests a second that a model is expected to get at least."""
 
@@ -128,8 +133,8 @@ def find_homes(
     threshold: float,
 ) -> dict[ModelName, frozenset[InstanceId]]:
     """The homes of each model. It leaves one that it has (`known`) only for one where the pressure
-    is lower by more than `threshold` of it. `seekers` can each be served by an instance.
-    O(models x homes x instances)."""
+    is lower by more than `threshold` of it, and the demand by more than `UNEVEN`. `seekers` can
+    each be served by an instance. O(models x homes x instances)."""
     rooms = {i: _Room(0.0, float(capacity)) for i, capacity in capacity_bytes.items()}
     total = sum([seeker.demand for seeker in seekers])
     homes: dict[ModelName, list[InstanceId]] = {seeker.model: [] for seeker in seekers}
@@ -148,7 +153,7 @@ def find_homes(
                 )
                 room = rooms[best]
                 left = room.free_bytes - seeker.weight_bytes
-                if further and left < 0:
+                if further and left < FREE_SHARE * capacity_bytes[best]:
                     break
                 demand = room.demand + seeker.demand / count
                 rooms[best] = _Room(demand, left)
@@ -176,4 +181,6 @@ def _best(
     best = min(options)
     kept = min([option for option in options if option[-1] in before], default=best)
     stays = kept[0] * (1 - threshold) <= best[0]  # also where it fits nowhere
+    even = (kept[1] + demand) * (1 - UNEVEN) <= best[1] + demand
+    stays = stays or (even and kept[0] < math.inf)
     return kept[-1] if stays else best[-1]
