@@ -87,6 +87,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     slack_target: Annotated[float, Meta(gt=0)] = 2.0
     """A model that has earned this many times the TTFT target of its requests lets others go on; on
     an instance that is behind, at most one."""
+    pace: Annotated[float, Meta(ge=0, le=1)] = 0.8
+    """Tokens of a model with a tight TTFT are due so much of that target earlier. A mean time
+    between tokens counts from the first token, and that comes about so long before it is due."""
     longest_turn_seconds: Seconds = 60.0
     """The longest turn while no other model has work."""
     home_share: Annotated[float, Meta(gt=0)] = 0.35
@@ -113,7 +116,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._weights: dict[ModelName, int] = {}
         self._expectations = Expectations()
         self._loads = Loads(self._expectations, self.output_tokens)
-        terms = Terms(self.margin, self.slack_target, self.renewal_seconds)
+        terms = Terms(self.margin, self.slack_target, self.renewal_seconds, self.pace)
         self._outlooks = Outlooks(terms, self._expectations)
         self._homes = Homes()
         self._parking = parking.Parking(self.park_load, self.park_seconds)

@@ -26,7 +26,7 @@ UNEVEN = 0.3
 """It stays, too, while the demand at its home is higher by no more than this share than it would be
 there: what is left of full memory makes large differences of pressure from small ones of demand."""
 FREE_SHARE = 0.2
-"""A model gets a further home only where so much of the memory is left for KV."""
+"""A model gets a further home next to others only where so much of the memory is left for KV."""
 LEAST_RATE = 0.01
 """Requests a second that a model is expected to get at least."""
 
@@ -153,7 +153,8 @@ def find_homes(
                 )
                 room = rooms[best]
                 left = room.free_bytes - seeker.weight_bytes
-                if further and left < FREE_SHARE * capacity_bytes[best]:
+                shared = room.free_bytes < capacity_bytes[best]
+                if further and shared and left < FREE_SHARE * capacity_bytes[best]:
                     break
                 demand = room.demand + seeker.demand / count
                 rooms[best] = _Room(demand, left)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from appliance.plugins.work.expected import Expectations, Expected
@@ -23,10 +23,6 @@ another one goes on: each switch between them moves KV."""
 PROMPTS_IN_GAPS = 0.7
 """Where streams are promised a longest gap, prompts are due after this share of their TTFT target:
 else they would wait for streams, which are always due soon, until they are late."""
-PACE = 0.8
-"""Tokens of a model with a tight TTFT target are due so much of that target earlier. A mean time
-between tokens counts from the first token, and where first tokens are in time, that comes about so
-long before it is due."""
 SHORT_SHARE, SHORT_SECONDS = 0.5, 1.0
 """Short prompts with a tight TTFT come before tokens of others for this share of an instance's
 time, and for as many seconds at once: a flood of them leaves the others the rest."""
@@ -60,7 +56,7 @@ class ModelWork:
     """Slack with which it lets others run."""
     margin_seconds: float = math.inf
     """How long before it is due it should run."""
-    until: float = math.inf
+    until: float = field(default=math.inf, compare=False)
     """How long this holds, if nothing comes or goes."""
 
     def slack_seconds(self, now: float) -> float:
@@ -142,6 +138,7 @@ class Terms(NamedTuple):
     margin: float
     slack_target: float
     renewal_seconds: float
+    pace: float
 
 
 class Outlooks:
@@ -225,11 +222,12 @@ class Outlooks:
         condition: Condition,
     ) -> None:
         """Of the requests that decode. An instance that is behind keeps no gaps, and has a model
-        earn no more than one TTFT target before others go on: they are late already."""
+        earn no more than one TTFT target before others go on: they are late already. Where the
+        TTFT is tight, tokens are due earlier: see `Appliance.pace`."""
         terms, ttft_seconds = self._terms, batch.slo.ttft_seconds
         margin = terms.margin * ttft_seconds
         target = min(1.0, terms.slack_target) if condition.behind else terms.slack_target
-        early = PACE * ttft_seconds if expected.is_tight(ttft_seconds) else 0.0
+        early = terms.pace * ttft_seconds if expected.is_tight(ttft_seconds) else 0.0
         deadlines = batch.scheduled or batch.deadlines
         work.due = deadlines[0] - early
         work.runs = batch.runnable > 0

@@ -99,7 +99,7 @@ def test_who_runs_goes_on_until_another_has_to_begin() -> None:
     """The turn ends when the most urgent of the others needs its switch and the margin."""
     view = running("a", batches={"a": 50.0, "b": 30.0, "c": 20.0})
 
-    first, *outlook = Appliance(slack_target=ALWAYS, margin=1.0).round(
+    first, *outlook = Appliance(pace=0.0, slack_target=ALWAYS, margin=1.0).round(
         now=NOW, instance=view, costs=COSTS
     )
 
@@ -112,7 +112,7 @@ def test_a_turn_leaves_room_for_all_that_follow() -> None:
     """Two models that are due together have to switch one after the other."""
     view = running("a", batches={"a": 50.0, "b": 20.0, "c": 20.0})
 
-    first, *_ = Appliance(slack_target=ALWAYS, margin=1.0).round(
+    first, *_ = Appliance(pace=0.0, slack_target=ALWAYS, margin=1.0).round(
         now=NOW, instance=view, costs=COSTS
     )
 
@@ -143,7 +143,7 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
     """As much slack as a new request may wait for its first token is enough while others wait; a
     turn ends when that is earned."""
     view = running("a", batches={"a": 0.5, "b": 30.0, "c": 20.0})
-    policy = Appliance(slack_target=5.0)  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
+    policy = Appliance(pace=0.0, slack_target=5.0)  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
 
     first, *_ = policy.round(now=NOW, instance=view, costs=COSTS)
     assert (first.model, first.quota_seconds) == ("a", 1.0)  # a switch takes longer than to earn it
@@ -157,7 +157,7 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
 
 def test_on_an_instance_that_is_behind_one_target_of_slack_is_enough() -> None:
     """What it earns beyond that, others need who are late."""
-    policy = Appliance(slack_target=2.0)
+    policy = Appliance(pace=0.0, slack_target=2.0)
 
     def first(**due: float) -> str:
         view = running("a", batches=due, resident="abc")
@@ -174,7 +174,7 @@ def test_a_model_that_would_be_late_on_its_way_back_goes_on() -> None:
 
     def first(slack: float, weight_gib: int) -> str:
         models = [model_view(name, weight_bytes=weight_gib << 30) for name in "ab"]
-        policy = Appliance(slack_target=ALWAYS)
+        policy = Appliance(pace=0.0, slack_target=ALWAYS)
         policy.place(now=NOW, cluster=cluster_view(1, *models), costs=COSTS)
         view = running("a", batches={"a": slack, "b": 0.5})
         return policy.round(now=NOW, instance=view, costs=COSTS)[0].model
@@ -187,7 +187,7 @@ def test_a_model_that_would_be_late_on_its_way_back_goes_on() -> None:
 def test_the_way_back_keeps_no_model_waiting_for_ever() -> None:
     """`a` is asked all the time and never far enough ahead; `b` waits for half a minute."""
     models = [model_view(name, weight_bytes=41 << 30) for name in "ab"]
-    policy = Appliance()
+    policy = Appliance(pace=0.0)
     policy.place(now=NOW, cluster=cluster_view(1, *models), costs=COSTS)
 
     def first(waited: float) -> str:
@@ -208,7 +208,7 @@ def test_a_model_goes_on_while_the_kv_of_another_is_away() -> None:
     """It has earned its slack target, but each switch would move KV. The other model runs when its
     own slack is down to a quarter of its target, or when one of its prompts waits."""
     policy = Appliance(
-        slack_target=5.0, margin=0.1
+        pace=0.0, slack_target=5.0, margin=0.1
     )  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
 
     def first(due: float, away: int, *, prompts: bool = False) -> tuple[str, float]:
@@ -252,7 +252,7 @@ def first_of(policy: Appliance, **due: float) -> str:
 def test_what_is_late_on_an_instance_that_is_behind_waits_for_what_can_be_in_time() -> None:
     """From when a token is late by more than a TTFT target (1 s), until none is late: a token that
     missed its deadline by more than the margin (0.2 s) is due again 30 s later."""
-    policy = Appliance()
+    policy = Appliance(pace=0.0)
 
     assert first_of(policy, a=-0.9, b=0.1) == "a"
     assert first_of(policy, a=-1.1, b=0.1) == "b"
@@ -264,7 +264,7 @@ def test_what_is_late_on_an_instance_that_is_behind_waits_for_what_can_be_in_tim
 
 
 def test_a_prompt_that_is_late_puts_an_instance_behind() -> None:
-    policy = Appliance()
+    policy = Appliance(pace=0.0)
     late = instance_view(groups=(group_view("a", deadline=NOW - 1.1),), resident=["a", "b"])
     policy.phase(now=NOW, instance=late, costs=COSTS)
 
@@ -273,7 +273,7 @@ def test_a_prompt_that_is_late_puts_an_instance_behind() -> None:
 
 def test_an_instance_that_is_behind_runs_what_is_late_while_nothing_is_urgent() -> None:
     """Before models that have time, the one that is late for longest first."""
-    assert first_of(Appliance(), a=-1.0, b=-2.0, c=0.9) == "b"
+    assert first_of(Appliance(pace=0.0), a=-1.0, b=-2.0, c=0.9) == "b"
 
 
 def test_one_late_request_does_not_make_its_batch_late() -> None:
@@ -336,7 +336,7 @@ def test_what_is_in_place_may_begin_later() -> None:
         resident=["a", "b"],
     )
 
-    first, *_ = Appliance(slack_target=ALWAYS, margin=1.0).round(
+    first, *_ = Appliance(pace=0.0, slack_target=ALWAYS, margin=1.0).round(
         now=NOW, instance=view, costs=COSTS
     )
 

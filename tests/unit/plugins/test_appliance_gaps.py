@@ -89,7 +89,7 @@ def test_one_stream_of_a_batch_that_is_late_does_not_hide_another() -> None:
 def test_slack_is_earned_on_the_schedule() -> None:
     """A model that was just left is due when its gap is over, whatever it has earned: it goes on
     until it is so many TTFT targets ahead of its schedule, then others do."""
-    policy, waits = Appliance(slack_target=1.0), stream("b", 0.9, 30)
+    policy, waits = Appliance(pace=0.0, slack_target=1.0), stream("b", 0.9, 30)
 
     assert first_of(policy, stream("a", 0.95, 0.99), waits) == "a"
     assert first_of(policy, stream("a", 0.95, 1.01), waits) == "b"
@@ -132,7 +132,7 @@ def test_a_stream_that_is_computed_again_is_due_as_it_was() -> None:
         view = structs.replace(
             running("a", stream("a", 50, 50)), groups=(group,), resident=frozenset("ac")
         )
-        return Appliance(slack_target=ALWAYS).preempt(now=NOW, instance=view, costs=COSTS)
+        return Appliance(pace=0.0, slack_target=ALWAYS).preempt(now=NOW, instance=view, costs=COSTS)
 
     due = structs.replace(again, deadline=NOW + 5)
     assert left(due) == pytest.approx(5 - 0.2 - 0.1)
@@ -140,7 +140,7 @@ def test_a_stream_that_is_computed_again_is_due_as_it_was() -> None:
     view = structs.replace(
         running("a", stream("a", 50, 50), stream("b", 0.1, 50), urgent), groups=(again,)
     )
-    first, *_ = Appliance(slack_target=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(pace=0.0, slack_target=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
     assert first.model == "b", "the instance is not behind"
 
 
@@ -148,7 +148,7 @@ def test_an_instance_that_is_behind_keeps_no_gaps() -> None:
     """From when a token is later than its schedule by more than a TTFT target; a gap that is over
     for so long says nothing of that."""
     late, urgent = stream("a", -1.1, -1.1), batch_view("c", deadline=NOW + 0.15)
-    policy = Appliance(slack_target=ALWAYS)
+    policy = Appliance(pace=0.0, slack_target=ALWAYS)
 
     assert first_of(policy, stream("a", -1.1, 50, ttft=9), stream("b", 0.1, 50), urgent) == "b"
     assert first_of(policy, late, stream("b", 0.1, 50), urgent) == "c"
