@@ -92,6 +92,8 @@ def serve(config: Config, path: Path) -> int:
     logs.begin(config.log.format, config.log.level)
     for warning in [*warnings(config), *ignored_rows(path)]:
         log.warning("%s", warning)
+    for chosen in config.chosen:
+        log.info("%s", chosen)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, path))
 

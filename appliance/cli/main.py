@@ -57,7 +57,7 @@ def serve(path: Path) -> None:
     """Run the daemon in the foreground, with the configuration FILE."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the daemon runs, as SIGTERM is
-    config = _load(path)
+    config = _load(path, now=True)
     from appliance.serve import serve as run_daemon  # loads the API; others need it not
 
     try:
@@ -207,6 +207,8 @@ def check(path: Path, as_json: bool) -> None:
     for model, parsers in zip(loaded.models, chosen, strict=True):
         for line in _resolved(model, parsers):
             click.echo(f"{model.name}: {line}")
+    for chosen in loaded.chosen:
+        click.echo(str(chosen))
     click.echo(f"{path}: fine")
 
 
@@ -277,10 +279,10 @@ def version(as_json: bool) -> None:
 # --- configuration -------------------------------------------------------------------------------
 
 
-def _load(path: Path) -> Config:
+def _load(path: Path, *, now: bool = False) -> Config:
     """The configuration; when there is none, every problem is printed and the status is 2."""
     try:
-        return load_config(path)
+        return load_config(path, now=now)
     except ConfigError as error:
         for problem in error.problems:
             click.echo(str(problem), err=True)
