@@ -1,0 +1,1 @@
+"""Commands that start serving: with a configuration, from directories, or with one model."""
