@@ -23,6 +23,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from appliance.checkpoints.adapters import full_name
 from appliance.checkpoints.pull import pull as fetch
@@ -198,13 +199,13 @@ def telling(as_json: bool, *, err: bool = False) -> Iterator[Tell]:
         yield lambda progress: _print_line(progress._asdict())
     elif (sys.stderr if err else sys.stdout).isatty():
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
+            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
+            BarColumn(bar_width=16),
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
-        with Bars(*columns, console=Console(stderr=err)) as bars:
+        with Bars(*columns, console=Console(stderr=err), expand=True) as bars:
             yield _Bars(bars)
     else:
         yield partial(_print_file, err=err)

@@ -14,6 +14,7 @@ from typing import Final
 
 import click
 import httpx
+from rich.console import Console
 
 from appliance.cli.start.folders import models_folder, state_folder
 from appliance.client import connect
@@ -56,7 +57,8 @@ def start_own_daemon(url: str, address: Address) -> None:
             f"starting a daemon at {url}; its log is {log}; stop it with: kill {process.pid}",
             err=True,
         )
-        _wait_until_ready(client, process, log)
+        with Console(stderr=True).status("waiting for the daemon"):
+            _wait_until_ready(client, process, log)
 
 
 def _spawn(log: Path, address: Address) -> subprocess.Popen[bytes]:

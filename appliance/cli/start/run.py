@@ -105,6 +105,8 @@ def _pull_there(url: str, model: str) -> None:
                 tell(progress)
     except httpx.TransportError as error:
         fail(f"the connection to the daemon broke off ({error})")
+    except KeyboardInterrupt:
+        fail("stopped; the daemon goes on with the pull")
 
 
 def _steps(lines: Iterable[str]) -> Iterator[Progress]:
