@@ -38,6 +38,7 @@ class Daemon(ThreadingHTTPServer):
         self.models = {"small", "org/small"}
         self.hub = {"org/new"}
         self.asked: list[tuple[str, str]] = []
+        self.said: list[list[dict[str, str]]] = []
 
     @property
     def url(self) -> str:
@@ -55,6 +56,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, body["model"]))
         if self.path == "/v1/chat/completions":
             assert body["model"] in self.server.models
+            self.server.said.append(body["messages"])
             self.answer(HELLO)
         elif body["model"].partition("@")[0] in self.server.hub:
             self.server.models.add(body["model"].partition("@")[0])
@@ -154,6 +156,77 @@ def test_what_cannot_be_a_name(daemon: Daemon, name: str) -> None:
     assert result.exit_code == 2
     assert "directories are served by `appliance serve DIR`" in result.stderr
     assert daemon.asked == []
+
+
+# --- a conversation ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def conversation(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+    """Has a user type lines, or keys that interrupt, at a terminal; what each request says."""
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+
+    def type_all(*lines: str | type[BaseException]) -> list[list[str]]:
+        typed = iter([*lines, EOFError])
+
+        def read(_: str) -> str:
+            line = next(typed)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+        cli.main(["run", "small", "--url", daemon.url], standalone_mode=False)
+        assert next(typed, None) is None
+        return [[message["content"] for message in asked] for asked in daemon.said]
+
+    return type_all
+
+
+def test_a_conversation_is_forgotten(conversation: Callable[..., list[list[str]]]) -> None:
+    """At the user's word; until then everything is sent again."""
+    asked = conversation("one", "two", "/clear", "three")
+
+    assert asked == [["one"], ["one", "Hello", "two"], ["three"]]
+
+
+def test_a_message_of_several_lines(conversation: Callable[..., list[list[str]]]) -> None:
+    """Between triple quotation marks, in one line or more."""
+    asked = conversation(
+        '"""one', "", 'two"""', "/clear", '"""three"""', "/clear", '"""', "x", '"""'
+    )
+
+    assert asked == [["one\n\ntwo"], ["three"], ["x"]]
+
+
+def test_an_interrupt_at_the_prompt_ends_nothing(
+    conversation: Callable[..., list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what does. So does the help."""
+    asked = conversation(KeyboardInterrupt, "one", "/?")
+
+    said = capsys.readouterr()
+    assert asked == [["one"]]
+    assert "Ctrl-D or /bye ends the conversation.\n" in said.err
+    assert "/clear    forget what was said\n" in said.err
+    assert said.out == "Hello\n"
+
+
+def test_an_interrupt_stops_an_answer(
+    conversation: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came of it belongs to the conversation."""
+    lines = iter([event("Hel"), KeyboardInterrupt, event("lo"), "data: [DONE]"])
+
+    def interrupted(_: object) -> Iterator[str]:
+        for line in lines:
+            if not isinstance(line, str):
+                raise line
+            yield line
+
+    monkeypatch.setattr("appliance.cli.start.chat.event_lines", interrupted)
+
+    assert conversation("one", "two") == [["one"], ["one", "Hel", "two"]]
 
 
 # --- where none runs -----------------------------------------------------------------------------
