@@ -16,6 +16,7 @@ from typing import Any
 import click
 import httpx
 import msgspec
+import tomlkit
 
 import appliance
 from appliance.checkpoints.adapters import full_name
@@ -25,6 +26,7 @@ from appliance.checkpoints.task import read_task
 from appliance.cli.config import diff, log_level, reload
 from appliance.cli.docs import config as configdoc
 from appliance.cli.findings import Level
+from appliance.cli.fit import fit_command, load_or_exit, print_shared
 from appliance.cli.instances import instance
 from appliance.cli.keys import key
 from appliance.cli.models import drain, limit, load, pin, resume, rm, show, stop, unpin
@@ -37,12 +39,14 @@ from appliance.cli.top import logs, top
 from appliance.cli.usage import usage
 from appliance.client import checked, connect, event_lines, fail, get, unreachable, url_option
 from appliance.config.checks import warnings
+from appliance.config.diff import as_written
+from appliance.config.fit import fit
 from appliance.config.layers import ignored_rows
-from appliance.config.loader import load_config
 from appliance.config.model_parsers import parsers_of
-from appliance.config.schema import Config, Model
+from appliance.config.schema import Model
 from appliance.config.sizing import read_model
-from appliance.errors import ApplianceError, ConfigError
+from appliance.errors import ApplianceError
+from appliance.scheduling.cost_model import FIRST_GUESS_LOAD_BYTES_PER_SECOND
 from appliance.units import human
 
 
@@ -57,7 +61,7 @@ def serve(path: Path) -> None:
     """Run the daemon in the foreground, with the configuration FILE."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the daemon runs, as SIGTERM is
-    config = _load(path, now=True)
+    config = load_or_exit(path, now=True)
     from appliance.serve import serve as run_daemon  # loads the API; others need it not
 
     try:
@@ -170,7 +174,7 @@ def config() -> None:
 @json_option
 def check(path: Path, as_json: bool) -> None:
     """Read FILE as the daemon would, and list its models."""
-    loaded = _load(path)
+    loaded = load_or_exit(path)
     for warning in [*warnings(loaded), *ignored_rows(path)]:
         click.echo(f"warning: {warning}", err=True)
     entries = [read_model(model, loaded.devices) for model in loaded.models]
@@ -207,8 +211,7 @@ def check(path: Path, as_json: bool) -> None:
     for model, parsers in zip(loaded.models, chosen, strict=True):
         for line in _resolved(model, parsers):
             click.echo(f"{model.name}: {line}")
-    for chosen in loaded.chosen:
-        click.echo(str(chosen))
+    print_shared(fit(loaded, entries, FIRST_GUESS_LOAD_BYTES_PER_SECOND), loaded)
     click.echo(f"{path}: fine")
 
 
@@ -220,6 +223,21 @@ def _resolved(model: Model, parsers: ChosenParsers) -> Iterator[str]:
     ):
         if asked == AUTO and found.reason:
             yield f'{name} = "{found.name}": {found.reason}'
+
+
+@config.command(name="show")
+@config_file
+def show_config(path: Path) -> None:
+    """Print what FILE means with its drop-ins, in TOML: every key, and why `auto` has its value."""
+    loaded = load_or_exit(path)
+    document = tomlkit.item(as_written(loaded))
+    models = {model.name: at for at, model in enumerate(loaded.models)}
+    for one in loaded.chosen:
+        table: Any = document[one.key[0]]
+        (table[models[one.key[1]]] if one.key[0] == "model" else table)[one.key[-1]].comment(
+            f"auto: {one.reason}"
+        )
+    click.echo(tomlkit.dumps(document), nl=False)
 
 
 @config.command()
@@ -237,7 +255,7 @@ def docs() -> None:
 cli.add_command(instance)
 cli.add_command(key)
 cli.add_command(policy)
-for command in (requests, why, cancel, usage):
+for command in (fit_command, requests, why, cancel, usage):
     cli.add_command(command)
 for command in (pull, rm, show, load, stop, pin, unpin, drain, resume, limit):
     cli.add_command(command)
@@ -274,19 +292,6 @@ def version(as_json: bool) -> None:
         print_json(versions)
     else:
         click.echo(f"appliance {versions['appliance']} (Python {versions['python']})")
-
-
-# --- configuration -------------------------------------------------------------------------------
-
-
-def _load(path: Path, *, now: bool = False) -> Config:
-    """The configuration; when there is none, every problem is printed and the status is 2."""
-    try:
-        return load_config(path, now=now)
-    except ConfigError as error:
-        for problem in error.problems:
-            click.echo(str(problem), err=True)
-        sys.exit(2)
 
 
 # --- the daemon, over HTTP -----------------------------------------------------------------------
