@@ -9,9 +9,11 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
+import tomlkit
 
 import appliance
 from appliance.checkpoints.adapters import full_name
@@ -21,24 +23,28 @@ from appliance.checkpoints.task import read_task
 from appliance.cli.config import diff, log_level, reload
 from appliance.cli.docs import config as configdoc
 from appliance.cli.findings import Level
+from appliance.cli.fit import fit_command, print_shared
 from appliance.cli.instances import instance
 from appliance.cli.keys import key
 from appliance.cli.models import drain, limit, load, pin, resume, rm, show, stop, unpin
 from appliance.cli.options import config_file, load_or_exit
 from appliance.cli.output import json_option, print_json, print_table
 from appliance.cli.policies import policy
-from appliance.cli.pull import pull
 from appliance.cli.requests import cancel, requests, why
+from appliance.cli.start.pull import pull
 from appliance.cli.start.run import run
 from appliance.cli.start.serve import init, serve
 from appliance.cli.top import logs, top
 from appliance.cli.usage import usage
 from appliance.client import get, url_option
 from appliance.config.checks import warnings
+from appliance.config.diff import as_written
+from appliance.config.fit import fit
 from appliance.config.layers import ignored_rows
 from appliance.config.model_parsers import parsers_of
 from appliance.config.schema import Model
 from appliance.config.sizing import read_model
+from appliance.scheduling.cost_model import FIRST_GUESS_LOAD_BYTES_PER_SECOND
 from appliance.units import human
 
 
@@ -166,8 +172,7 @@ def check(path: Path, as_json: bool) -> None:
     for model, parsers in zip(loaded.models, chosen, strict=True):
         for line in _resolved(model, parsers):
             click.echo(f"{model.name}: {line}")
-    for chosen in loaded.chosen:
-        click.echo(str(chosen))
+    print_shared(fit(loaded, entries, FIRST_GUESS_LOAD_BYTES_PER_SECOND), loaded)
     click.echo(f"{path}: fine")
 
 
@@ -179,6 +184,21 @@ def _resolved(model: Model, parsers: ChosenParsers) -> Iterator[str]:
     ):
         if asked == AUTO and found.reason:
             yield f'{name} = "{found.name}": {found.reason}'
+
+
+@config.command(name="show")
+@config_file
+def show_config(path: Path) -> None:
+    """Print what FILE means with its drop-ins, in TOML: every key, and why `auto` has its value."""
+    loaded = load_or_exit(path)
+    document = tomlkit.item(as_written(loaded))
+    models = {model.name: at for at, model in enumerate(loaded.models)}
+    for one in loaded.chosen:
+        table: Any = document[one.key[0]]
+        (table[models[one.key[1]]] if one.key[0] == "model" else table)[one.key[-1]].comment(
+            f"auto: {one.reason}"
+        )
+    click.echo(tomlkit.dumps(document), nl=False)
 
 
 @config.command()
@@ -198,7 +218,7 @@ for command in (serve, run, init):
 cli.add_command(instance)
 cli.add_command(key)
 cli.add_command(policy)
-for command in (requests, why, cancel, usage):
+for command in (fit_command, requests, why, cancel, usage):
     cli.add_command(command)
 for command in (pull, rm, show, load, stop, pin, unpin, drain, resume, limit):
     cli.add_command(command)

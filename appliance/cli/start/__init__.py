@@ -1,1 +1,1 @@
-"""Commands that start serving: with a configuration, from directories, or with one model."""
+"""Commands that bring models into service: from a configuration, a directory or a hub."""

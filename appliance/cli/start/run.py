@@ -15,10 +15,10 @@ from appliance.checkpoints.discovery.find import Found, find_models
 from appliance.checkpoints.pull import NAME
 from appliance.checkpoints.pull import pull as fetch
 from appliance.checkpoints.sources import HUB, Progress
-from appliance.cli.pull import failing, telling
 from appliance.cli.start.chat import answer, converse
 from appliance.cli.start.folders import models_folder
 from appliance.cli.start.own_daemon import own_address, start_own_daemon
+from appliance.cli.start.pull import failing, telling
 from appliance.client import (
     ANSWER_SECONDS,
     checked,

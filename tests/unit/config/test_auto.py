@@ -4,7 +4,6 @@ says why."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -16,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.checkpoints.checkpoint import CatalogEntry
-from appliance.checkpoints.kv_layers import kv_layers
-from appliance.checkpoints.model_config import read_model_config
 from appliance.cli.main import cli
 from appliance.config.auto import FEW_REQUESTS, SHORT_TOKENS, Room, choose
 from appliance.config.diff import as_written
@@ -31,45 +28,15 @@ from appliance.errors import ConfigError
 from appliance.platform import machine_memory
 from appliance.platform.machine_memory import MachineMemory
 from appliance.units import Bytes, Memory
-from tests.configs import CONFIGS
+from tests.published import WEIGHT_BYTES, published
 
 Make = Callable[..., Path]
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
-BF16_BYTES: Final = 2
-WEIGHTS: Final = {
-    "qwen3-0.6b": 1_503_264_768,
-    "llama-3.2-1b": 2_471_645_608,
-    "gemma-3-1b-it": 1_999_811_208,
-    "lfm2-1.2b": 2_340_697_936,
-    "llama-3.1-8b-instruct": 16_060_522_240,
-    "deepseek-v2-lite": 31_412_968_448,
-}
-"""Bytes in bfloat16, nearly those of the published checkpoints."""
 
 
 @pytest.fixture(scope="module")
 def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CatalogEntry]:
-    return {name: entry(tmp_path_factory.mktemp(name), name) for name in WEIGHTS}
-
-
-def entry(folder: Path, name: str) -> CatalogEntry:
-    """A published model on the CPU, as its config.json describes it."""
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
-    config = read_model_config(folder)
-    return CatalogEntry(
-        name=name,
-        path=folder,
-        architecture=config.architecture,
-        dtype="bfloat16",
-        layers=config.integer("num_hidden_layers"),
-        heads=config.integer("num_attention_heads"),
-        kv_heads=config.integer("num_key_value_heads"),
-        kv=kv_layers(config, BF16_BYTES, cuda=False),
-        max_positions=config.integer("max_position_embeddings"),
-        weight_bytes=WEIGHTS[name],
-        parameters=0,
-        created=0,
-    )
+    return {name: published(tmp_path_factory.mktemp(name), name) for name in WEIGHT_BYTES}
 
 
 def model(name: str, max_context: int = 0, *, pin: bool = False) -> Model:
@@ -97,7 +64,9 @@ def problems(config: Config, entries: dict[str, CatalogEntry], machine: MachineM
 
 CASES: Final = st.fixed_dictionaries(
     {
-        "names": st.lists(st.sampled_from(sorted(WEIGHTS)), min_size=1, max_size=4, unique=True),
+        "names": st.lists(
+            st.sampled_from(sorted(WEIGHT_BYTES)), min_size=1, max_size=4, unique=True
+        ),
         "instances": st.integers(1, 3),
         "total": st.integers(4 * GIB, TIB),
         "used": st.floats(0, 1),
@@ -274,7 +243,7 @@ def test_two_keys_are_a_configuration(
     assert idle.models[0].max_context == 2048
     assert now.devices.memory_bytes < idle.devices.memory_bytes
     refuse_now(now.devices, memory)
-    assert [str(one) in checked.stdout.splitlines() for one in idle.chosen] == [True] * 3
+    assert [f"auto: {one}" in checked.stdout.splitlines() for one in idle.chosen] == [True] * 3
 
 
 def test_auto_may_be_written(
