@@ -134,6 +134,23 @@ def test_what_cannot_be_served_is_left_out(
     assert [one.name for one in made.config.models] == ["good"]
 
 
+def test_the_cache_of_huggingface_hub_is_served(tmp_path: Path, terms: Terms) -> None:
+    """Its files are links to those of all revisions."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    blobs = write_checkpoint(cache / "blobs")
+    snapshot = cache / "models--org--tiny" / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (cache / "models--org--tiny" / "blobs").symlink_to(blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs", file.name))
+
+    made = starter(tmp_path, terms, cache / "models--org--tiny")
+
+    assert [(one.name, one.path) for one in made.config.models] == [("org/tiny", str(snapshot))]
+    assert made.left_out == ()
+
+
 def test_nothing_to_serve(tmp_path: Path, terms: Terms) -> None:
     """Is an error that has the lines of all that was left out."""
     models = tmp_path / "models"
