@@ -23,9 +23,14 @@ WEIGHT_BYTES: Final = {
 """In bfloat16, nearly those of the published checkpoints."""
 
 
+def write_config(folder: Path, name: str) -> None:
+    """Write its config.json to `folder`."""
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
+
+
 def published(folder: Path, name: str, *, cuda: bool = False) -> CatalogEntry:
     """The model as its config.json, which is written to `folder`, describes it."""
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
+    write_config(folder, name)
     config = read_model_config(folder)
     return CatalogEntry(
         name=name,

@@ -29,8 +29,8 @@ class ModelFit(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int
     requests_at_max_context: int
     """So many requests of `max_context` tokens are computed together, on all instances that may
-    serve it: as many as have room next to its weights, and a place for their KV in the host cache, up to
-    `max_batch` on each instance."""
+    serve it: as many as have room next to its weights, and a place for their KV in the host cache,
+    up to `max_batch` on each instance."""
     requests_at_4k: int
     """The same of 4,096 tokens, or of `max_context`, if that is less."""
     switch_seconds: float

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import pytest
@@ -62,64 +62,65 @@ def problems(config: Config, entries: dict[str, CatalogEntry], machine: MachineM
     return [str(problem) for problem in report.problems]
 
 
-CASES: Final = st.fixed_dictionaries(
-    {
-        "names": st.lists(
-            st.sampled_from(sorted(WEIGHT_BYTES)), min_size=1, max_size=4, unique=True
-        ),
-        "instances": st.integers(1, 3),
-        "total": st.integers(4 * GIB, TIB),
-        "used": st.floats(0, 1),
-        "max_context": st.sampled_from([0, 0, 2048, 8192]),
-        "pin": st.booleans(),
-        "slab": st.sampled_from([2 << 20, 16 << 20]),
-    }
+class Machine(NamedTuple):
+    """What is to be divided, and among which models."""
+
+    names: list[str]
+    instances: int
+    total: int
+    used: float
+    max_context: int
+    pin: bool
+    slab: int
+
+
+MACHINES: Final = st.builds(
+    Machine,
+    names=st.lists(st.sampled_from(sorted(WEIGHT_BYTES)), min_size=1, max_size=4, unique=True),
+    instances=st.integers(1, 3),
+    total=st.integers(4 * GIB, TIB),
+    used=st.floats(0, 1),
+    max_context=st.sampled_from([0, 0, 2048, 8192]),
+    pin=st.booleans(),
+    slab=st.sampled_from([2 << 20, 16 << 20]),
 )
 
 
 @pytest.mark.parametrize("open_keys", ["both", "memory", "host_cache"])
 @settings(deadline=None, max_examples=30)
-@given(case=CASES)
+@given(box=MACHINES)
 def test_checks_accept_what_is_chosen(
-    case: dict[str, object],
+    box: Machine,
     open_keys: str,
     entries: dict[str, CatalogEntry],
 ) -> None:
     """A daemon starts on any machine with what `auto` chose for it, unless the largest model with
     one request has no room there."""
-    names, total = case["names"], case["total"]
-    instances, tokens, pin, slab = (
-        case[key] for key in ("instances", "max_context", "pin", "slab")
-    )
-    assert isinstance(names, list)
-    assert isinstance(total, int)
-    assert isinstance(instances, int)
-    assert isinstance(tokens, int)
-    assert isinstance(slab, int)
-    assert isinstance(case["used"], float)
-    available = total - int(total * case["used"] ** 3)
-    models = tuple([model(name, tokens, pin=bool(pin)) for name in names])
-    given_bytes = available // 4 // slab * slab
+    available = box.total - int(box.total * box.used**3)
+    models = tuple([model(name, box.max_context, pin=box.pin) for name in box.names])
+    given_bytes = available // 4 // box.slab * box.slab
     devices = Devices(
         kind="cpu",
-        instances=instances,
-        slab_bytes=Bytes(slab),
-        memory_bytes=Memory(given_bytes // instances if open_keys == "host_cache" else 0),
+        instances=box.instances,
+        slab_bytes=Bytes(box.slab),
+        memory_bytes=Memory(given_bytes // box.instances if open_keys == "host_cache" else 0),
         host_cache_bytes=Bytes(given_bytes if open_keys == "memory" else 0),
     )
     config = chosen(Config(devices=devices, models=models), entries, available)
-    machine = MachineMemory(total, available)
+    machine = MachineMemory(box.total, available)
     used = [entries[one.name] for one in config.models]
-    sizes = [least(one, min(tokens or 8192, one.max_positions), config.devices) for one in used]
+    sizes = [
+        least(one, min(box.max_context or 8192, one.max_positions), config.devices) for one in used
+    ]
 
     refuse_now(config.devices, machine)
     if problems(config, entries, machine):
-        pools = instances * max(size.slabs for size in sizes)
-        floors = max(size.kv for size in sizes) + pin * sum(size.weights for size in sizes)
+        pools = box.instances * max(size.slabs for size in sizes)
+        floors = max(size.kv for size in sizes) + box.pin * sum(size.weights for size in sizes)
         room = Room.of(config, available, 1, None).host_bytes
-        needed = 1.07 * (pools + floors) * slab
+        needed = 1.07 * (pools + floors) * box.slab
         written = 0 if open_keys == "both" else given_bytes
-        assert room < written + needed or 0 < written < max(pools, floors) * slab
+        assert room < written + needed or 0 < written < max(pools, floors) * box.slab
 
 
 def test_all_models_have_room_where_there_is_much(entries: dict[str, CatalogEntry]) -> None:
