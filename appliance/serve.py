@@ -85,13 +85,15 @@ LEAST_OF_FRONT_END = 64
 log = logging.getLogger("appliance.serve")
 
 
-def serve(config: Config, path: Path) -> int:
-    """Run until a signal ends it, on what was read from `path`; returns the exit status. Raises
-    `make_daemon` raises, and `TooLittleMemory`."""
+def serve(config: Config, path: Path, notes: Sequence[str] = ()) -> int:
+    """Run until a signal ends it, on what was read from `path`; returns the exit status. `notes`
+    are logged first, as warnings. Raises what `make_daemon` raises, and `TooLittleMemory`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload yet
     logs.begin(config.log.format, config.log.level)
-    for warning in [*warnings(config), *ignored_rows(path)]:
+    for warning in [*notes, *warnings(config), *ignored_rows(path)]:
         log.warning("%s", warning)
+    for chosen in config.chosen:
+        log.info("%s", chosen)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, path))
 

@@ -43,7 +43,7 @@ def pytest_configure() -> None:
     gc.disable()
     # A machine whose ceilings were measured would expect other switches than tests do.
     os.environ.pop("STATE_DIRECTORY", None)
-    os.environ["XDG_STATE_HOME"] = str(NOWHERE)
+    os.environ["XDG_STATE_HOME"] = os.environ["XDG_DATA_HOME"] = str(NOWHERE)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -50,7 +50,7 @@ def set_aside(folder: Path) -> None:
     aside = _beside(folder, _ASIDE)
     if aside.exists():  # of a deletion that failed
         shutil.rmtree(aside)
-    if not _is_marked(folder):
+    if not is_marked(folder):
         raise OSError("it was changed or asked for since it was to be deleted")
     folder.rename(aside)
     take_back(folder)
@@ -78,7 +78,7 @@ def finish(models: Path, wanted: Callable[[Path], bool]) -> None:
 def _is_set_aside(folder: Path, wanted: Callable[[Path], bool]) -> bool:
     """Set aside what is still to go; else there is no mark any more. Raises `OSError`."""
     if folder.is_dir() and not wanted(folder):
-        if _is_marked(folder):
+        if is_marked(folder):
             set_aside(folder)
             return True
         log.warning("%s stays: it was changed since it was to be deleted", folder)
@@ -86,8 +86,9 @@ def _is_set_aside(folder: Path, wanted: Callable[[Path], bool]) -> bool:
     return False
 
 
-def _is_marked(folder: Path) -> bool:
-    """Raises `OSError`, without a folder `FileNotFoundError`."""
+def is_marked(folder: Path) -> bool:
+    """Whether the folder is to be deleted, and is as it was then. Raises `OSError`, without a
+    folder `FileNotFoundError`."""
     known = _known(folder)
     try:
         return _beside(folder, _MARK).read_text(encoding="ascii") == known

@@ -58,12 +58,11 @@ class BlockTables(NamedTuple):
         blocks = -(-tokens // self.block_tokens) * self.tables + self.state_blocks
         return blocks + sum(min(each, most) for most in self.windows)
 
-    def prompt_blocks(self, tokens: int) -> int:
-        """Of a prompt of so many tokens, while it is computed."""
+    @property
+    def step_blocks(self) -> int:
+        """What a prompt has beyond that in each table of a window, while it is computed."""
         size = self.window_tokens or self.block_tokens
-        each, step = -(-tokens // size), -(-STEP_TOKENS // size)
-        blocks = -(-tokens // self.block_tokens) * self.tables + self.state_blocks
-        return blocks + sum(min(each, most + step) for most in self.windows)
+        return -(-STEP_TOKENS // size) if self.windows else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,9 @@ from appliance.platform.durable import sync
 from appliance.units import human
 
 _INDEX: Final = "model.safetensors.index.json"
-_ORIGIN: Final = ".origin"
+ORIGIN: Final = ".origin"
 """In the part: what it is a part of. In the model: what it came from."""
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 """As in the configuration."""
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def pull(
     """
     found = find_source(source)
     model = name or found.name
-    if not _NAME.fullmatch(model):
+    if not NAME.fullmatch(model):
         raise PullError(f"{model!r} cannot be a model's name: give another one")
     path, entry = _pull(_Pull(source, found, model), folder, _verified, link=link, tell=tell)
     return Pulled(model, path, entry)
@@ -166,7 +166,7 @@ def _fetch(what: _Pull, part: Path, tell: Tell) -> None:
     if not _is_of(source, part):
         for old in part.iterdir():  # of another source, or of this one as it was
             shutil.rmtree(old) if old.is_dir() else old.unlink()
-        (part / _ORIGIN).write_text(_origin(source), encoding="utf-8")
+        (part / ORIGIN).write_text(_origin(source), encoding="utf-8")
     listing = source.listing()
     taken, left_out = chosen(text, listing)
     if what.adapter and ADAPTER_CONFIG not in taken:
@@ -201,7 +201,7 @@ def _origin(source: Source) -> str:
 
 def _is_of(source: Source, path: Path) -> bool:
     """Whether a part, or a model, is of this source."""
-    record = path / _ORIGIN
+    record = path / ORIGIN
     return record.exists() and record.read_text(encoding="utf-8") == _origin(source)
 
 
@@ -216,7 +216,7 @@ def _came_from(text: str, source: Source, target: Path, tell: Tell) -> bool:
             return False  # some checksums may have been dropped
         tell(Progress("present", wanted.name, wanted.nbytes, wanted.nbytes))
     files = [file for file in target.rglob("*") if file.is_file()]
-    return {file.relative_to(target).as_posix() for file in files} == {_ORIGIN, *taken}
+    return {file.relative_to(target).as_posix() for file in files} == {ORIGIN, *taken}
 
 
 def _drop_foreign_files(part: Path, taken: set[str]) -> None:

@@ -46,7 +46,7 @@ _EXTENDED: Final = frozenset(
         tarfile.SOLARIS_XHDTYPE,
     }
 )
-_HUB: Final = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+HUB: Final = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
 Write = Callable[[Path, Callable[[int], None]], None]
 """Writes a file whole to a path, and tells how many bytes more are there."""
@@ -107,7 +107,7 @@ def find_source(text: str) -> Source:
     if text.endswith(_ARCHIVES) and os.path.isfile(text):  # noqa: PTH113
         kind = ZipSource if text.endswith(".zip") else TarSource
         return kind(path.absolute())
-    if match := _HUB.fullmatch(text):
+    if match := HUB.fullmatch(text):
         return HubSource(match["name"], match["revision"])
     raise PullError(
         f"{text} is neither a directory, nor an archive ({', '.join(_ARCHIVES)}) that there is, "
@@ -389,18 +389,23 @@ class HubSource:
                 more: Callable[[int], None],
                 name: str = name,
                 digest: str | None = digest,
+                file: Any = file,
             ) -> None:
+                counted = _Counter(file.size or 0, more)
                 with self._reaching() as hub:
-                    # Next to the part's files, where the next pull goes on with what is there.
                     loaded = Path(
                         hub.hf_hub_download(
-                            self.name, name, revision=info.sha, local_dir=path.parent / ".hub"
+                            self.name,
+                            name,
+                            revision=info.sha,
+                            local_dir=path.parent / ".hub",
+                            tqdm_class=counted.bar_class(),
                         )
                     )
                 if digest is not None and _sha256(loaded) != digest:
                     loaded.unlink()
                     raise PullError(f"{name} of {self.name} came damaged; pull again")
-                more(loaded.stat().st_size)
+                counted.end(loaded.stat().st_size)
                 loaded.replace(path)
 
             yield Wanted(name, file.size or 0, None, write)
@@ -431,6 +436,60 @@ class HubSource:
             raise PullError(
                 f"{self.name} is no directory here, and the hub does not give it: {kind}: {reason}"
             ) from error
+
+
+class _Counter:
+    """How much of a file has come from a hub, by the word of `huggingface_hub`: it calls the bar
+    that it thinks it shows. A bar may count bytes twice, as when a download is tried again."""
+
+    def __init__(self, nbytes: int, more: Callable[[int], None]) -> None:
+        self._most = nbytes
+        self._more = more
+        self._reported = 0
+
+    def add(self, nbytes: float) -> None:
+        """So much came; less than nothing if it has to come again."""
+        self.end(min(self._most, max(0, self._reported + int(nbytes))))
+
+    def end(self, nbytes: int) -> None:
+        """There are so many bytes in all."""
+        if nbytes != self._reported:
+            self._more(nbytes - self._reported)
+            self._reported = nbytes
+
+    def bar_class(self) -> type:
+        """In the place of tqdm's."""
+        counter = self
+
+        class Bar(_Bar):
+            def __init__(self, *_: object, initial: float = 0, **__: object) -> None:
+                counter.add(initial)
+
+            def update(self, nbytes: float | None = 1) -> None:
+                counter.add(nbytes or 0)
+
+        return Bar
+
+
+class _Bar:
+    """What `huggingface_hub` calls of a progress bar: none of it is shown."""
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update_transfer(self, nbytes: float) -> None:
+        """With this, one bar is enough for a file that comes in parts."""
+
+    def set_postfix_str(self, *_: object, **__: object) -> None: ...
+
+    def set_transfer_postfix_str(self, *_: object, **__: object) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _copy(stream: IO[bytes], path: Path, more: Callable[[int], None]) -> None:

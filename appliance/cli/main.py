@@ -5,17 +5,15 @@ Exit status: 0 done, 1 it went wrong, 2 the command line or the configuration is
 
 from __future__ import annotations
 
-import json
 import platform
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 import msgspec
+import tomlkit
 
 import appliance
 from appliance.checkpoints.adapters import full_name
@@ -25,67 +23,34 @@ from appliance.checkpoints.task import read_task
 from appliance.cli.config import diff, log_level, reload
 from appliance.cli.docs import config as configdoc
 from appliance.cli.findings import Level
+from appliance.cli.fit import fit_command, print_shared
 from appliance.cli.instances import instance
 from appliance.cli.keys import key
 from appliance.cli.models import drain, limit, load, pin, resume, rm, show, stop, unpin
-from appliance.cli.options import config_file
+from appliance.cli.options import config_file, load_or_exit
 from appliance.cli.output import json_option, print_json, print_table
 from appliance.cli.policies import policy
-from appliance.cli.pull import pull
 from appliance.cli.requests import cancel, requests, why
+from appliance.cli.start.pull import pull
+from appliance.cli.start.run import run
+from appliance.cli.start.serve import init, serve
 from appliance.cli.top import logs, top
 from appliance.cli.usage import usage
-from appliance.client import checked, connect, event_lines, fail, get, unreachable, url_option
+from appliance.client import get, url_option
 from appliance.config.checks import warnings
+from appliance.config.diff import as_written
+from appliance.config.fit import fit
 from appliance.config.layers import ignored_rows
-from appliance.config.loader import load_config
 from appliance.config.model_parsers import parsers_of
-from appliance.config.schema import Config, Model
+from appliance.config.schema import Model
 from appliance.config.sizing import read_model
-from appliance.errors import ApplianceError, ConfigError
+from appliance.scheduling.cost_model import FIRST_GUESS_LOAD_BYTES_PER_SECOND
 from appliance.units import human
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Serve many language models from the memory of a few."""
-
-
-@cli.command()
-@config_file
-def serve(path: Path) -> None:
-    """Run the daemon in the foreground, with the configuration FILE."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the daemon runs, as SIGTERM is
-    config = _load(path)
-    from appliance.serve import serve as run_daemon  # loads the API; others need it not
-
-    try:
-        status = run_daemon(config, path)
-    except (ApplianceError, OSError) as error:
-        fail(str(error))
-    sys.exit(status)
-
-
-@cli.command()
-@click.argument("model")
-@click.argument("prompt", required=False)
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
-@click.option("--temperature", type=float, help="0 for the most likely tokens.")
-@url_option
-def run(
-    model: str, prompt: str | None, max_tokens: int | None, temperature: float | None, url: str
-) -> None:
-    """Chat with MODEL: one PROMPT, standard input, or a conversation on a terminal."""
-    options = {"max_tokens": max_tokens, "temperature": temperature}
-    body = {"model": model, **{key: v for key, v in options.items() if v is not None}}
-    if prompt is None and sys.stdin.isatty():
-        _converse(url, body)
-        return
-    text = prompt if prompt is not None else sys.stdin.read()
-    if not text.strip():
-        raise click.UsageError("the prompt is empty")
-    _answer(url, body, [{"role": "user", "content": text}])
 
 
 @cli.command(name="list")
@@ -170,7 +135,7 @@ def config() -> None:
 @json_option
 def check(path: Path, as_json: bool) -> None:
     """Read FILE as the daemon would, and list its models."""
-    loaded = _load(path)
+    loaded = load_or_exit(path)
     for warning in [*warnings(loaded), *ignored_rows(path)]:
         click.echo(f"warning: {warning}", err=True)
     entries = [read_model(model, loaded.devices) for model in loaded.models]
@@ -207,6 +172,7 @@ def check(path: Path, as_json: bool) -> None:
     for model, parsers in zip(loaded.models, chosen, strict=True):
         for line in _resolved(model, parsers):
             click.echo(f"{model.name}: {line}")
+    print_shared(fit(loaded, entries, FIRST_GUESS_LOAD_BYTES_PER_SECOND), loaded)
     click.echo(f"{path}: fine")
 
 
@@ -218,6 +184,21 @@ def _resolved(model: Model, parsers: ChosenParsers) -> Iterator[str]:
     ):
         if asked == AUTO and found.reason:
             yield f'{name} = "{found.name}": {found.reason}'
+
+
+@config.command(name="show")
+@config_file
+def show_config(path: Path) -> None:
+    """Print what FILE means with its drop-ins, in TOML: every key, and why `auto` has its value."""
+    loaded = load_or_exit(path)
+    document = tomlkit.item(as_written(loaded))
+    models = {model.name: at for at, model in enumerate(loaded.models)}
+    for one in loaded.chosen:
+        table: Any = document[one.key[0]]
+        (table[models[one.key[1]]] if one.key[0] == "model" else table)[one.key[-1]].comment(
+            f"auto: {one.reason}"
+        )
+    click.echo(tomlkit.dumps(document), nl=False)
 
 
 @config.command()
@@ -232,10 +213,12 @@ def docs() -> None:
     click.echo(configdoc.generate_docs(), nl=False)
 
 
+for command in (serve, run, init):
+    cli.add_command(command)
 cli.add_command(instance)
 cli.add_command(key)
 cli.add_command(policy)
-for command in (requests, why, cancel, usage):
+for command in (fit_command, requests, why, cancel, usage):
     cli.add_command(command)
 for command in (pull, rm, show, load, stop, pin, unpin, drain, resume, limit):
     cli.add_command(command)
@@ -272,75 +255,6 @@ def version(as_json: bool) -> None:
         print_json(versions)
     else:
         click.echo(f"appliance {versions['appliance']} (Python {versions['python']})")
-
-
-# --- configuration -------------------------------------------------------------------------------
-
-
-def _load(path: Path) -> Config:
-    """The configuration; when there is none, every problem is printed and the status is 2."""
-    try:
-        return load_config(path)
-    except ConfigError as error:
-        for problem in error.problems:
-            click.echo(str(problem), err=True)
-        sys.exit(2)
-
-
-# --- the daemon, over HTTP -----------------------------------------------------------------------
-
-
-def _answer(url: str, body: dict[str, Any], messages: list[dict[str, str]]) -> str:
-    """Print an answer as it comes; returns it whole."""
-    pieces = []
-    try:
-        with (
-            connect(url) as client,
-            client.stream(
-                "POST", "/v1/chat/completions", json={**body, "messages": messages, "stream": True}
-            ) as response,
-        ):
-            for piece in _pieces(checked(response)):
-                pieces.append(piece)
-                click.echo(piece, nl=False)
-    except httpx.TransportError as error:
-        if pieces:
-            click.echo()
-            fail(f"the answer broke off ({error})")
-        unreachable(url, error)
-    click.echo()
-    return "".join(pieces)
-
-
-def _pieces(response: httpx.Response) -> Iterator[str]:
-    """The text in a stream of server-sent events."""
-    for line in event_lines(response.iter_bytes()):
-        if not line.startswith("data:"):
-            continue  # a comment that keeps the connection alive, or an empty line
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        event = json.loads(data)
-        if "error" in event:
-            click.echo()
-            fail(event["error"]["message"])
-        for choice in event["choices"]:
-            yield choice["delta"].get("content") or ""
-
-
-def _converse(url: str, body: dict[str, Any]) -> None:
-    click.echo("Type a message; /bye or end of file ends the conversation.", err=True)
-    messages: list[dict[str, str]] = []
-    while True:
-        try:
-            text = input(">>> ")
-        except EOFError:
-            return
-        if text.strip() == "/bye":
-            return
-        if text.strip():
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": _answer(url, body, messages)})
 
 
 # --- the lab -------------------------------------------------------------------------------------

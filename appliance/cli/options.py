@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import click
+
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
+from appliance.errors import ConfigError
 
 VARIABLE: Final = "APPLIANCE_CONFIG"
 PLACES: Final = (Path("etc/appliance.toml"), Path("/etc/appliance/appliance.toml"))
@@ -35,8 +40,23 @@ def config_file(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(path=file or config or default_config(), **others)
 
     argument = click.argument("file", type=_FILE, required=False)
-    option = click.option("--config", type=_FILE, help=f"The same as FILE. [default: {_DEFAULT}]")
+    option = click.option("--config", type=_FILE, help=config_help())
     return argument(option(either))
+
+
+def load_or_exit(path: Path, *, now: bool = False) -> Config:
+    """The configuration; when there is none, every problem is printed and the status is 2."""
+    try:
+        return load_config(path, now=now)
+    except ConfigError as error:
+        for problem in error.problems:
+            click.echo(str(problem), err=True)
+        sys.exit(2)
+
+
+def config_help() -> str:
+    """What ``--config`` is, where FILE may be an argument, too."""
+    return f"The same as FILE. [default: {_DEFAULT}]"
 
 
 def config_option(name: str, about: str | None = None) -> Callable[..., Any]:

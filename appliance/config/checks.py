@@ -63,8 +63,8 @@ LEAST_AUTOPILOT_SECONDS: Final = {"interval": 10, "cpu": 1, "window": 10, "watch
 MOST_AUTOPILOT_CPU_SECONDS: Final = 300
 
 
-def check(config: Config, report: ProblemReport, check_files: bool) -> None:
-    """Report what is wrong; without `check_files`, only what shows in the configuration itself."""
+def check_keys(config: Config, report: ProblemReport) -> None:
+    """Report what shows in the configuration itself, before `auto` has chosen anything."""
     _check_reach(config.api, report)
     _check_root_path(config.api, report)
     _check_devices(config.devices, report)
@@ -78,24 +78,27 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     _check_speculate(config.models, report)
     _check_gaps(config.models, report)
     check_parsers(config.models, report)
-    if check_files:
-        for key, path in (
-            (("journal", "path"), config.journal.path),
-            (("batches", "directory"), config.batches.directory),
-            (("usage", "directory"), config.usage.directory),
-            (("devices", "kv_spill", "directory"), config.devices.kv_spill.directory),
-        ):
-            if path and not Path(path).parent.is_dir():
-                report.add(key, f"{Path(path).parent} is not a directory", "create it")
-        check_machine(config.devices, report)
-        _check_api_files(config.api, report)
-        entries = _read_checkpoints(config, report)
-        _check_tasks(config, entries, report)
-        _check_heads(config, entries, report)
-        _check_images(config, report)
-        _check_sounds(config, report)
-        _check_drafts(config, entries, report)
-        check_sizes(config, entries, report)
+
+
+def check_files(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
+    """Report what does not go with this machine, or with the files that are named; `entries` are
+    what was read of the checkpoints."""
+    for key, path in (
+        (("journal", "path"), config.journal.path),
+        (("batches", "directory"), config.batches.directory),
+        (("usage", "directory"), config.usage.directory),
+        (("devices", "kv_spill", "directory"), config.devices.kv_spill.directory),
+    ):
+        if path and not Path(path).parent.is_dir():
+            report.add(key, f"{Path(path).parent} is not a directory", "create it")
+    check_machine(config.devices, report)
+    _check_api_files(config.api, report)
+    _check_tasks(config, entries, report)
+    _check_heads(config, entries, report)
+    _check_images(config, report)
+    _check_sounds(config, report)
+    _check_drafts(config, entries, report)
+    check_sizes(config, entries, report)
 
 
 def _check_reach(api: Api, report: ProblemReport) -> None:
@@ -178,7 +181,7 @@ def _check_devices(devices: Devices, report: ProblemReport) -> None:
             f"{human(slab)} is not a power of two of at least {human(PAGE_BYTES)}",
             'use a size such as "2MiB"',
         )
-    elif devices.memory_bytes.share is None and not devices.slabs:
+    elif devices.memory_bytes and not devices.slabs:
         runtime = f" after devices.runtime ({human(devices.runtime_bytes)})" if devices.cuda else ""
         report.add(
             ("devices", "memory"),
@@ -343,7 +346,8 @@ def _check_sounds(config: Config, report: ProblemReport) -> None:
             report.add(("model", index, "sounds"), wrong, remedy)
 
 
-def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry | None]:
+def read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry | None]:
+    """Those of the models, in order; None for one that cannot be read, which is reported."""
     entries: list[CatalogEntry | None] = []
     for index, model in enumerate(config.models):
         entry = None

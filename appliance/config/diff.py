@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from appliance.config.schema import Config, Model, PolicyTable, Section, fields
 from appliance.config.toml_lines import KeyPath, dotted
+from appliance.platform.admin_socket import AUTO
 from appliance.service.settings import ConfigChange
 from appliance.units import Address, Bytes, Seconds, human, toml
 from appliance.vocabulary import ModelName
@@ -36,6 +37,8 @@ def as_written(section: Section) -> dict[str, Any]:
             table[key] = as_written(value)
         elif value and isinstance(value, tuple) and isinstance(value[0], Section):
             table[key] = [as_written(row) for row in value]
+        elif field.may_be_auto and not value:
+            table[key] = AUTO
         elif isinstance(value, Bytes):
             table[key] = _size(value)
         elif isinstance(value, Seconds):
@@ -127,7 +130,7 @@ def _applies_at_once(key: KeyPath) -> bool:
 
 def complete(row: Mapping[str, Any]) -> dict[str, Any]:
     """A model's table with every key, so that none of a table below shows through."""
-    required = {key: row[key] for key in ("name", "path", "max_context")}
+    required = {key: row[key] for key in ("name", "path")}
     whole = as_written(Model(**required))
     for key, value in row.items():
         merges = isinstance(value, Mapping)

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from appliance.config.checks import check
+from appliance.config.auto import Room, choose
+from appliance.config.checks import check_files as check_named
+from appliance.config.checks import check_keys, read_checkpoints
 from appliance.config.groups import plan_instances
 from appliance.config.layers import read_layers
 from appliance.config.problems import ProblemReport
@@ -27,6 +29,7 @@ from appliance.config.schema import (
     SchemaField,
     Section,
     fields,
+    may_be_auto,
     plain_type,
 )
 from appliance.config.toml_lines import KeyPath, dotted
@@ -39,12 +42,19 @@ S = TypeVar("S", bound=Section)
 
 
 def load_config(
-    path: Path, *, check_files: bool = True, pending: Mapping[Path, str] | None = None
+    path: Path,
+    *,
+    check_files: bool = True,
+    pending: Mapping[Path, str] | None = None,
+    now: bool = False,
+    held: Config | None = None,
 ) -> Config:
     """Read and check a configuration file with its drop-ins; relative paths are relative to it.
 
     Without `check_files` the checkpoints, and what depends on their sizes, are not looked at.
-    `pending` are drop-ins to read as if they were written. Raises `ConfigError` with every problem
+    `pending` are drop-ins to read as if they were written. `auto` is chosen for this machine as if
+    no other programs ran, or, `now`, for the memory that is available; what `auto` has chosen in
+    `held`, the configuration of a running daemon, stays. Raises `ConfigError` with every problem
     found.
     """
     layers = read_layers(path, pending)
@@ -53,8 +63,14 @@ def load_config(
     if config is not None:
         config = _with_enabled_models(config, report)
         config = _with_absolute_paths(config, path.absolute().parent)
-        config = _with_devices(config, report)
-        check(config, report, check_files)
+        config, gpu_bytes = _with_devices(config, report)
+        check_keys(config, report)
+        entries = read_checkpoints(config, report) if check_files else []
+        if not report.concerns("devices"):
+            room = Room.on_this_machine(config, gpu_bytes, now=now)
+            config = choose(config, entries, room, held)
+        if check_files:
+            check_named(config, entries, report)
     if report.problems:
         files = [str(file) for file in layers.paths]
         raise ConfigError(sorted(report.problems, key=lambda p: (files.index(p.file), p.line)))
@@ -98,6 +114,8 @@ def _read_section(kind: type[S], table: object, at: KeyPath, report: ProblemRepo
 
 def _read_value(kind: Any, value: object, at: KeyPath, report: ProblemReport) -> Any:
     plain = plain_type(kind)
+    if value == AUTO and may_be_auto(kind):
+        return plain(0)
     if plain == tuple[Model, ...]:
         if not isinstance(value, list) or not value:
             report.add(at, "expected at least one table", "write [[model]] for each model")
@@ -206,10 +224,12 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     )
 
 
-def _with_devices(config: Config, report: ProblemReport) -> Config:
-    """`auto` and shares become what they mean on this machine."""
+def _with_devices(config: Config, report: ProblemReport) -> tuple[Config, int | None]:
+    """What `kind` and shares mean on this machine, and the bytes of its smallest GPU in use; None
+    if models run on the CPU."""
     devices = config.devices
     gpus: list[Gpu] = []
+    least = None
     if devices.kind != "cpu":
         try:
             gpus = list_gpus()
@@ -218,7 +238,7 @@ def _with_devices(config: Config, report: ProblemReport) -> Config:
             reason = str(error)
         if not gpus and devices.kind == "cuda":
             report.add(("devices", "kind"), reason, 'or use "cpu"')
-            return config
+            return config, None
     if not gpus:
         if devices.memory_bytes.share is not None:
             report.add(
@@ -239,7 +259,7 @@ def _with_devices(config: Config, report: ProblemReport) -> Config:
                 'use a share, such as "90%"',
             )
         devices = msgspec.structs.replace(devices, memory_bytes=memory)
-    return msgspec.structs.replace(config, devices=devices)
+    return msgspec.structs.replace(config, devices=devices), least
 
 
 def _too_many(devices: Devices, instances: int, ranks: int, gpus: int) -> tuple[KeyPath, str, str]:

@@ -54,7 +54,7 @@ def host_needs(devices: Devices) -> HostNeeds:
 
 def check_machine(devices: Devices, report: ProblemReport) -> None:
     """Report devices that take more memory than there is, at the larger of the two keys."""
-    if any(problem.key.startswith("devices.") for problem in report.problems):
+    if report.concerns("devices"):
         return  # sizes mean nothing yet
     machine, needs = machine_memory.read_memory(), host_needs(devices)
     total = machine.total_bytes

@@ -36,6 +36,10 @@ class ProblemReport:
             return ("model", self.rows[int(key[1])], *key[2:])
         return key
 
+    def concerns(self, table: str) -> bool:
+        """Whether there is a problem with a key of this table."""
+        return any(problem.key.startswith(f"{table}.") for problem in self.problems)
+
     def add(self, key: KeyPath, wrong: str, remedy: str) -> None:
         """What is wrong with a key of `Config`, and what to do about it."""
         self.problems.append(self.at(key, wrong, remedy))

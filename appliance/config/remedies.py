@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from appliance.config.schema import choices, plain_type
+from appliance.config.schema import choices, may_be_auto, plain_type
 from appliance.errors import alternatives
+from appliance.platform.admin_socket import AUTO
 from appliance.units import Bytes, Seconds, toml
 
 LEAST_BYTES: Final = 1024
@@ -22,6 +23,9 @@ def wrong_and_remedy(kind: Any, value: object, error: str) -> tuple[str, str]:
     """Of a value that a field of this type cannot have; `error` is what msgspec says of it."""
     if words := _words(kind, value):
         return f"{shown(value)} is not a choice", f"use {alternatives(words)}"
+    if may_be_auto(kind) and isinstance(value, str) and value.isalpha():
+        number = "a whole number from 1 on" if plain_type(kind) is int else "a size"
+        return f"{shown(value)} is not a choice", f"use {toml(AUTO)}, or {number}"
     remedy = _better(plain_type(kind), value)
     if remedy is None and "regex" in error and (sample := _sample(kind)):
         remedy = f"got {shown(value)}; use one such as {toml(sample)}"

@@ -12,6 +12,7 @@ from typing import (
     Any,
     Final,
     Literal,
+    NamedTuple,
     TypeAlias,
     dataclass_transform,
     get_type_hints,
@@ -29,7 +30,7 @@ from appliance.platform.admin_socket import AUTO
 from appliance.platform.logs import LogFormat, LogLevel
 from appliance.service.autopilot import AutopilotMode, AutopilotTerms
 from appliance.service.policy_report import PolicyChoice
-from appliance.units import Address, Bytes, Delay, Memory, Seconds
+from appliance.units import Address, Bytes, Delay, Memory, Seconds, human
 
 Scalar: TypeAlias = str | int | float | bool
 
@@ -37,6 +38,8 @@ MAX_IMAGES: Final = 16
 MAX_SOUNDS: Final = 16
 MAX_LOGPROBS: Final = 1 << 18
 """As many tokens as the largest vocabularies have, nearly."""
+MAY_BE_AUTO: Final = {"auto": True}
+"""Of a key that may say `auto`: its number is 0 until `appliance.config.auto` has chosen one."""
 
 
 # --- the schema ----------------------------------------------------------------------------------
@@ -293,17 +296,20 @@ class Devices(Section, kw_only=True):
         Memory,
         Meta(
             description="Physical pool of each rank for weights and KV cache. Enforced. On GPUs it "
-            'may be a share of their memory, such as "90%".',
-            examples=["192MiB"],
+            'may be a share of their memory, such as "90%". `auto` is that share; on the CPU, '
+            "as much as the models can use of the memory that is available at the start.",
+            extra=MAY_BE_AUTO,
         ),
-    ] = msgspec.field(name="memory")
+    ] = msgspec.field(default=Memory(0), name="memory")
     runtime_bytes: Annotated[
         Bytes,
         Meta(
             description="On GPUs: what of `memory` is kept for activations, workspaces and CUDA "
-            "graphs of all models together. Enforced."
+            "graphs of all models together. Enforced. `auto` is a tenth of the GPU, 4GiB at "
+            "most.",
+            extra=MAY_BE_AUTO,
         ),
-    ] = msgspec.field(default=Bytes(4 << 30), name="runtime")
+    ] = msgspec.field(default=Bytes(0), name="runtime")
     slab_bytes: Annotated[
         Bytes,
         Meta(description="Unit in which the pool changes hands: a power of two, at least 4KiB."),
@@ -312,9 +318,11 @@ class Devices(Section, kw_only=True):
         Bytes,
         Meta(
             description="Host memory for one copy of weights and for swapped-out KV cache. Models "
-            "whose weights have no room in it are loaded from disk."
+            "whose weights have no room in it are loaded from disk. `auto` is what all models "
+            "can use, as far as that is available at the start.",
+            extra=MAY_BE_AUTO,
         ),
-    ] = msgspec.field(default=Bytes(4 << 30), name="host_cache")
+    ] = msgspec.field(default=Bytes(0), name="host_cache")
     host_cache_codec: Annotated[
         Literal["none", "exp7"],
         Meta(
@@ -771,8 +779,14 @@ class Model(Section, kw_only=True):
         ),
     ]
     max_context: Annotated[
-        int, Meta(ge=1, description="Longest prompt and answer together, tokens.", examples=[2048])
-    ]
+        int,
+        Meta(
+            ge=1,
+            description="Longest prompt and answer together, tokens. `auto` is as long as the "
+            "model reads, or as the pool and the host cache have room for.",
+            extra=MAY_BE_AUTO,
+        ),
+    ] = 0
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Meta(description="Type to compute in; `auto` is the stored one, bfloat16 for float32."),
@@ -792,7 +806,13 @@ class Model(Section, kw_only=True):
         BatchSlo, Meta(description='The same for batch requests (`service_tier: "flex"`).')
     ] = BatchSlo()
     max_batch: Annotated[
-        int, Meta(ge=1, description="Most requests that are decoded in one step.")
+        int,
+        Meta(
+            ge=1,
+            description="Most requests that are decoded in one step. `auto` is as many as have "
+            "room for 4,096 tokens each: 8 to 32 on the CPU, 8 to 256 on GPUs.",
+            extra=MAY_BE_AUTO,
+        ),
     ] = 32
     max_sequences: Annotated[
         int,
@@ -923,11 +943,25 @@ class Model(Section, kw_only=True):
     ] = True
 
 
+class Chosen(NamedTuple):
+    """What `auto` means for a key, and why."""
+
+    key: tuple[str, ...]
+    """As in the file, models by name."""
+    value: int
+    """Bytes, tokens or requests."""
+    reason: str
+
+    def __str__(self) -> str:
+        sized = self.key[0] == "devices"
+        return f"{'.'.join(self.key)} = {human(self.value) if sized else self.value}: {self.reason}"
+
+
 class Config(Section, kw_only=True):
     """A whole configuration. `api.bind.host`, `devices.slabs` and the like are derived."""
 
     api: Api = Api()
-    devices: Devices
+    devices: Devices = Devices()
     policy: PolicyTable = PolicyTable()
     journal: JournalFile = JournalFile()
     batches: Batches = Batches()
@@ -936,6 +970,12 @@ class Config(Section, kw_only=True):
     telemetry: Telemetry = Telemetry()
     catalog: Catalog = Catalog()
     models: Annotated[tuple[Model, ...], Meta(min_length=1)] = msgspec.field(name="model")
+    chosen: tuple[Chosen, ...] = ()
+    """What `auto` means, in no file."""
+
+    def is_chosen(self, *key: str) -> bool:
+        """Whether `auto` has chosen the value of a key, with a model by its name."""
+        return any(one.key == key for one in self.chosen)
 
 
 # --- the schema as data --------------------------------------------------------------------------
@@ -951,6 +991,8 @@ class SchemaField(msgspec.Struct, frozen=True, kw_only=True):
     default: Any
     description: str
     sample: Any
+    may_be_auto: bool = False
+    """It is a number, 0 while `auto` has not chosen one."""
 
 
 def plain_type(kind: Any) -> Any:
@@ -964,23 +1006,36 @@ def choices(kind: Any) -> tuple[str, ...]:
     return literal.__args__ if getattr(literal, "__origin__", None) is Literal else ()
 
 
+def may_be_auto(kind: Any) -> bool:
+    """Whether a field of this type may say `auto` where it has a number."""
+    metas = getattr(kind, "__metadata__", ())
+    return any(isinstance(meta, Meta) and meta.extra == MAY_BE_AUTO for meta in metas)
+
+
+_NO_KEYS: Final = ((PolicyTable, "parameters"), (Config, "chosen"))
+"""Fields that are no keys of the file."""
+
+
 def fields(kind: type[Section]) -> dict[str, SchemaField]:
     """The keys of a table, as the file has them, in order."""
     hints = get_type_hints(kind, include_extras=True)
     found: dict[str, SchemaField] = {}
     for info in msgspec.structs.fields(kind):
-        if (kind, info.name) == (PolicyTable, "parameters"):
+        if (kind, info.name) in _NO_KEYS:
             continue
         meta: Meta | None = next(iter(getattr(hints[info.name], "__metadata__", ())), None)
-        examples = (meta.examples if meta else None) or [info.default]
+        auto = may_be_auto(hints[info.name])
+        default = AUTO if auto and not info.default else info.default
+        examples = (meta.examples if meta else None) or [default]
         found[info.encode_name] = SchemaField(
             name=info.name,
             key=info.encode_name,
             type=hints[info.name],
             required=info.required,
-            default=info.default,
+            default=default,
             description=(meta.description if meta else None) or "",
             sample=examples[0],
+            may_be_auto=auto,
         )
     return found
 

@@ -39,6 +39,7 @@ from appliance.config.problems import ProblemReport
 from appliance.config.schema import Config, Devices, Model
 from appliance.memory.kv_pool import BLOCK_TOKENS, KvGeometry
 from appliance.units import Memory, human, no_less
+from appliance.vocabulary import KvShape
 
 
 class Least(NamedTuple):
@@ -61,17 +62,35 @@ def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
     it out, weights without what an engine pads, and evenly divided among ranks."""
     share = _share(entry, devices.tensor_parallel)
     weights = -(-share.weight_bytes // devices.slab_bytes)
-    tables = _tables(share, devices, max_context)
-    if not tables.prompt_blocks(1):  # it keeps nothing of a request
+    shape = kv_shape(entry, max_context, devices)
+    if not shape.most_blocks(1):  # it keeps nothing of a request
         return Least(weights=weights, kv=0, tokens=max_context)
-    geometry = _kv_geometry(tables, devices)
-    groups = max(0, devices.slabs - weights) // geometry.group_slabs
-    images = _Images(share.images or share.sounds, share.image_token_bytes, geometry.block_bytes)
-    needed = tables.prompt_blocks(max_context) + images.blocks(max_context)
+    groups = max(0, devices.slabs - weights) // shape.group_slabs
     return Least(
         weights=weights,
-        kv=-(-needed // geometry.group_blocks) * geometry.group_slabs,
-        tokens=_longest(tables, images, groups * geometry.group_blocks, max_context),
+        kv=shape.slabs(shape.most_blocks(max_context)),
+        tokens=_longest(shape, groups * shape.group_blocks, max_context),
+    )
+
+
+def kv_shape(entry: CatalogEntry, max_context: int, devices: Devices) -> KvShape:
+    """Blocks of the model's requests, of up to `max_context` tokens, in the pool of each rank: what
+    its engine will report, without what the prefix cache keeps."""
+    share = _share(entry, devices.tensor_parallel)
+    tables = _tables(share, devices, max_context)
+    geometry = _kv_geometry(tables, devices)
+    return KvShape(
+        block_tokens=tables.block_tokens,
+        block_bytes=geometry.block_bytes,
+        group_blocks=geometry.group_blocks,
+        group_slabs=geometry.group_slabs,
+        tables=tables.tables,
+        state_blocks=tables.state_blocks,
+        windows=tables.windows,
+        step_blocks=tables.step_blocks,
+        image_token_bytes=share.image_token_bytes,
+        most_images=share.images or share.sounds,
+        window_tokens=tables.window_tokens,
     )
 
 
@@ -129,7 +148,7 @@ def adapter_room(model: Model) -> AdapterRoom | None:
 def check_sizes(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
     """Report models that have no room, in whole slabs, as memory is given out."""
     devices, slab = config.devices, config.devices.slab_bytes
-    if any(problem.key.startswith("devices.") for problem in report.problems):
+    if report.concerns("devices"):
         return  # sizes mean nothing yet
     pinned, sized = 0, []
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
@@ -142,14 +161,16 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
             reserved = f" after devices.runtime ({human(runtime)})" if runtime else ""
             helps = need.kv > 0 and need.tokens > 0
             shorter = f", or max_context to {need.tokens} or less" if helps else ""
+            remedy = f"set devices.memory to {_enough(entry, model.max_context, own)} or more, a "
+            if config.is_chosen("devices", "memory"):
+                remedy = "end what else uses memory, or take a machine with more, or a "
             report.add(
                 ("model", index),
                 f"{model.name} needs {human(need.weights * slab)} for its weights and "
                 f"{human(need.kv * slab)} for the KV cache of one request{_on_each(ranks)}, in "
                 f"slabs of {human(slab)}: "
                 f"more than devices.memory ({human(devices.memory_bytes)}) has{reserved}",
-                f"set devices.memory to {_enough(entry, model.max_context, own)} or more, a "
-                f"smaller devices.slab{shorter}",
+                f"{remedy}smaller devices.slab{shorter}",
             )
         sized.append(entry)
         pinned += need.weights * ranks if model.pin else 0
@@ -179,16 +200,16 @@ def _enough(entry: CatalogEntry, max_context: int, devices: Devices) -> str:
 def kv_floor_slabs(config: Config, entries: Iterable[CatalogEntry]) -> int:
     """Slabs of the host tier that hold the KV cache of any one request at full length."""
     models = {model.name: model for model in config.models}
-    floors = (_kv_floor(models[entry.name], entry, config.devices) for entry in entries)
+    floors = (kv_floor(models[entry.name], entry, config.devices) for entry in entries)
     return max(floors, default=0)
 
 
-def _kv_floor(model: Model, entry: CatalogEntry, devices: Devices) -> int:
-    """The same of one model, for all ranks of an instance."""
-    ranks = devices_of(model, devices).tensor_parallel
-    tables = _tables(_share(entry, ranks), devices, model.max_context)
-    block_bytes = _kv_geometry(tables, devices).block_bytes * ranks
-    return _host_slabs(tables.blocks(model.max_context), block_bytes, devices.slab_bytes)
+def kv_floor(model: Model, entry: CatalogEntry, devices: Devices) -> int:
+    """The same of one model, for all ranks of an instance, at its `max_context`."""
+    own = devices_of(model, devices)
+    shape = kv_shape(entry, model.max_context, own)
+    block_bytes = shape.block_bytes * own.tensor_parallel
+    return host_slabs(shape.blocks(model.max_context), block_bytes, devices.slab_bytes)
 
 
 def uncached(config: Config, entries: Iterable[CatalogEntry]) -> list[str]:
@@ -223,7 +244,7 @@ def _on_each(ranks: int) -> str:
     return f", on each of {ranks} ranks" if ranks > 1 else ""
 
 
-def _host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:
+def host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:
     """Slabs of the host tier that hold so many blocks: runs just long enough for one."""
     run = -(-block_bytes // slab_bytes)
     return -(-blocks // (run * slab_bytes // block_bytes)) * run
@@ -238,28 +259,14 @@ _SHORT_TOKENS: Final = 16
 """Of a block with compressed KV (MLA) on a CPU: its kernel knows no others."""
 
 
-class _Images(NamedTuple):
-    """The images or sounds of a prompt: what the encoder makes of one has blocks of its own."""
-
-    most: int
-    token_bytes: int
-    block_bytes: int
-
-    def blocks(self, tokens: int) -> int:
-        """The most of a prompt of so many tokens, all of which may be images'."""
-        blocks = -(-tokens * self.token_bytes // self.block_bytes)
-        return blocks + self.most - 1 if self.most and tokens else 0
-
-
-def _longest(tables: BlockTables, images: _Images, blocks: int, max_context: int) -> int:
+def _longest(shape: KvShape, blocks: int, max_context: int) -> int:
     """Tokens of the longest request, up to `max_context`, whose prompt takes no more blocks."""
-    each = range(-(-max_context // tables.block_tokens) + 1)
+    each = range(-(-max_context // shape.block_tokens) + 1)
 
     def needed(number: int) -> int:
-        tokens = number * tables.block_tokens
-        return tables.prompt_blocks(tokens) + images.blocks(tokens)
+        return shape.most_blocks(number * shape.block_tokens) if number else 0
 
-    return max(0, bisect_right(each, blocks, key=needed) - 1) * tables.block_tokens
+    return max(0, bisect_right(each, blocks, key=needed) - 1) * shape.block_tokens
 
 
 def _kv_geometry(tables: BlockTables, devices: Devices) -> KvGeometry:

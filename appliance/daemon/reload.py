@@ -36,7 +36,7 @@ from appliance.config.diff import (
 from appliance.config.groups import differing_ranks, instances_of
 from appliance.config.layers import ignored_rows, read_layers
 from appliance.config.loader import absolute_path, load_config
-from appliance.config.schema import Adapter, Config, Model
+from appliance.config.schema import Adapter, Chosen, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import dotted
 from appliance.daemon.daemon import Daemon
@@ -181,7 +181,7 @@ class LiveConfig:
     ) -> ModelName:
         async with self._changing:
             row, full = self._row(model), full_name(model, name)
-            self._check_room(row, full)
+            _check_room(row, full)
             known = {one.name: one for one in row.adapters}
             if name in known and not replace:
                 raise ModelExists(full)
@@ -201,7 +201,7 @@ class LiveConfig:
             there = self._daemon.catalogue.find(model).worker.adapters
             if not any(one.name == name for one in there):
                 raise ModelNotFound(full)
-            self._check_room(row, full)
+            _check_room(row, full)
             if len(others) < len(row.adapters):  # else it is leaving already
                 edit, found = await self._with_adapters(model, others)
                 await self._write(edit)
@@ -296,14 +296,6 @@ class LiveConfig:
         """What is in force of a model that is served. Raises `ModelNotFound`."""
         self._daemon.catalogue.find(name)
         return next(model for model in self._running.models if model.name == name)
-
-    def _check_room(self, model: Model, full: ModelName) -> None:
-        if not model.max_loras:
-            raise AdapterNotPlaced(
-                f"{full} cannot come or go while {model.name} serves, as its max_loras is 0: set "
-                "it to the number of adapters that it is to have room for, and restart, or remove "
-                "the model and add it again"
-            )
 
     async def _with_adapters(
         self, name: ModelName, adapters: Collection[Adapter]
@@ -418,29 +410,15 @@ class LiveConfig:
         """The configuration, as if the edit were written. Reading checkpoints takes time: a thread
         does that."""
         pending = None if edit is None else {self._admin.path: edit.text()}
-        return await asyncio.to_thread(load_config, self._path, pending=pending)
+        read = partial(load_config, self._path, pending=pending, held=self._running)
+        return await asyncio.to_thread(read)
 
     async def _write(self, edit: AdminEdit) -> None:
         await asyncio.to_thread(self._admin.write, edit.text())
 
     def _changes(self, found: Config, pair: Pair | None) -> tuple[ConfigChange, ...]:
         """What `found`, with the pair that it names, says otherwise than is in force."""
-        return (*self._renewal(found, pair), *changes(self._running, found))
-
-    def _renewal(self, found: Config, pair: Pair | None) -> Iterator[ConfigChange]:
-        """Of a certificate in the same file; another file is a change of its key."""
-        if pair is None or self._tls is None:
-            return
-        if found.api.tls_certificate != self._running.api.tls_certificate:
-            return
-        old, new = self._tls.pair.digest, pair.digest
-        if old != new:
-            yield ConfigChange(
-                key=dotted(TLS[0]),
-                old=f"sha256:{old[:SHOWN_DIGITS]}",
-                new=f"sha256:{new[:SHOWN_DIGITS]}",
-                applies="reload",
-            )
+        return (*_renewal(self._running, self._tls, found, pair), *changes(self._running, found))
 
     # --- applying --------------------------------------------------------------------------------
 
@@ -512,7 +490,8 @@ class LiveConfig:
             self._deletions.pop(served.spec.name, None)  # one that failed
             log.info("model %s was added", served.spec.name)
         added = [model for model in found.models if model.name in names]
-        self._keep((*self._running.models, *added))
+        chosen = [one for one in found.chosen if one.key[0] == "model" and one.key[1] in names]
+        self._keep((*self._running.models, *added), chosen)
 
     def _leave(self, found: Config) -> None:
         """Serve those no more that were not read, once their requests have ended; unless nothing
@@ -527,8 +506,41 @@ class LiveConfig:
                 log.info("model %s is removed", model.name)
         self._keep(stay)
 
-    def _keep(self, models: tuple[Model, ...]) -> None:
-        self._running = msgspec.structs.replace(self._running, models=models)
+    def _keep(self, models: tuple[Model, ...], chosen: Sequence[Chosen] = ()) -> None:
+        """Run with these, and with what `auto` has chosen for new ones."""
+        new = {one.key for one in chosen}
+        before = [one for one in self._running.chosen if one.key not in new]
+        self._running = msgspec.structs.replace(
+            self._running, models=models, chosen=(*before, *chosen)
+        )
+
+
+def _check_room(model: Model, full: ModelName) -> None:
+    """Raises `AdapterNotPlaced` unless adapters may come and go while the model serves."""
+    if not model.max_loras:
+        raise AdapterNotPlaced(
+            f"{full} cannot come or go while {model.name} serves, as its max_loras is 0: set "
+            "it to the number of adapters that it is to have room for, and restart, or remove "
+            "the model and add it again"
+        )
+
+
+def _renewal(
+    running: Config, tls: LiveTls | None, found: Config, pair: Pair | None
+) -> Iterator[ConfigChange]:
+    """Of a certificate in the same file; another file is a change of its key."""
+    if pair is None or tls is None:
+        return
+    if found.api.tls_certificate != running.api.tls_certificate:
+        return
+    old, new = tls.pair.digest, pair.digest
+    if old != new:
+        yield ConfigChange(
+            key=dotted(TLS[0]),
+            old=f"sha256:{old[:SHOWN_DIGITS]}",
+            new=f"sha256:{new[:SHOWN_DIGITS]}",
+            applies="reload",
+        )
 
 
 def tls_pair(config: Config, file: Path) -> Pair | None:

@@ -339,7 +339,9 @@ def plan(
             if box:
                 planned = [planner.carries(load, target) for load in _loads(chosen)]
             else:
-                kinds = [name.strip() for name in gpus.split(",") if name.strip()] or kinds_known()
+                kinds = [name.strip() for name in gpus.split(",") if name.strip()] or kinds_known(
+                    data_sheets=chosen.hardware.data_sheet
+                )
                 planned = [planner.need(kind, target, most) for kind in kinds]
         beyond = worst(one.beyond for one in planned)
         if beyond and not extrapolate:

@@ -39,6 +39,8 @@ class GpuSpec(Word, frozen=True, kw_only=True):
     """In each direction."""
     memory_bytes_per_second: float = math.inf
     """At which it reads its own memory."""
+    bf16_flops: float = 0.0
+    """Operations a second of dense products in bfloat16, at the peak."""
     nvlink_bytes_per_second: float = 0.0
     """In each direction, to all of its peers together; 0 without NVLink."""
     efficiency: float = EFFICIENCY
@@ -270,6 +272,11 @@ def gpu(name: str) -> GpuSpec:
     return known[name]
 
 
+def gpu_names() -> Collection[str]:
+    """Those of the built-in table."""
+    return _gpus().keys()
+
+
 def profile(model: str, gpu_name: str, tp: int = 1) -> ModelProfile:
     """A profile of the built-in table. Raises `LabError` if it was not measured."""
     known = _profiles()
@@ -295,6 +302,7 @@ def _gpus() -> dict[str, GpuSpec]:
             pcie_bytes_per_second=float(row["pcie_bytes_per_second"]),
             memory_bytes_per_second=float(row["memory_bytes_per_second"]),
             nvlink_bytes_per_second=float(row["nvlink_bytes_per_second"]),
+            bf16_flops=float(row["bf16_flops"]),
         )
         for row in _table("gpus.csv")
     }

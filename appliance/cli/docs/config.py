@@ -46,7 +46,8 @@ def generate_docs() -> str:
         "`serve`, `doctor` and `config check` take `FILE` or `--config FILE`, `key` takes",
         "`--config FILE`; without one they read",
         "what `$APPLIANCE_CONFIG` names, else `etc/appliance.toml` below the working directory,",
-        "else `/etc/appliance/appliance.toml`.",
+        "else `/etc/appliance/appliance.toml`. `appliance init DIR` writes one for the",
+        "models in `DIR`, and `appliance serve DIR` needs none (docs/models.md).",
     ]
     for header, (kind, keys) in schema().items():
         lines += ["", f"## `{header}`", "", _summary(kind), "", *_table(keys)]

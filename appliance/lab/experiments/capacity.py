@@ -18,7 +18,7 @@ from appliance.lab.experiments.comparison import MatchResult
 from appliance.lab.experiments.report import mean, share
 from appliance.lab.experiments.run import Setting
 from appliance.lab.experiments.sweep import LoadAxis, largest, search
-from appliance.lab.hardware import ModelProfile, gpu, profiled
+from appliance.lab.hardware import ModelProfile, gpu, gpu_names, profiled
 from appliance.lab.sim.extrapolation import Beyond, worst
 from appliance.vocabulary import Word
 
@@ -49,6 +49,8 @@ class Need(Word, frozen=True, kw_only=True):
     """Master images of all models, in the host's memory."""
     kv_peak_bytes: int = 0
     """Host memory under swapped KV at its peak."""
+    estimated: tuple[str, ...] = ()
+    """Models whose times are from data sheets: they were not measured on this hardware."""
     beyond: Mapping[str, Beyond] = {}
 
 
@@ -112,6 +114,14 @@ class Planner:
             masters_bytes=_masters_bytes(setting),
             kv_peak_bytes=max(one.host_kv_peak_bytes for one in outcomes),
             beyond=worst(one.beyond for one in outcomes),
+            estimated=self._estimated(setting),
+        )
+
+    def _estimated(self, setting: Setting) -> tuple[str, ...]:
+        given = {one.name for one in self._chosen.profiles}
+        box, names = setting.box, {one.name for one in setting.profiles.values()} - given
+        return tuple(
+            sorted(name for name in names if (name, box.gpu.name, box.tp) not in profiled())
         )
 
     def carries(self, load: LoadAxis, target: float) -> Carries:
@@ -197,8 +207,10 @@ class Planner:
         }
 
 
-def kinds_known() -> list[str]:
-    """GPUs for which there is any profile."""
+def kinds_known(*, data_sheets: bool = False) -> list[str]:
+    """GPUs for which there is any profile, or all that there are data sheets of."""
+    if data_sheets:
+        return sorted(gpu_names())
     return sorted({kind for _, kind, _ in profiled()})
 
 
@@ -268,5 +280,6 @@ def _needed(one: Need) -> list[str]:
     return [
         *(one.gpu, str(one.gpus), str(one.tp), share(one.attained), share(one.busy_share)),
         f"{(one.masters_bytes + one.kv_peak_bytes) / GIB:.1f}",
-        *(f"{one.masters_bytes / GIB:.1f}", f"{one.kv_peak_bytes / GIB:.1f}", ""),
+        *(f"{one.masters_bytes / GIB:.1f}", f"{one.kv_peak_bytes / GIB:.1f}"),
+        f"from data sheets: {', '.join(one.estimated)}" if one.estimated else "",
     ]

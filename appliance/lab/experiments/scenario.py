@@ -19,8 +19,10 @@ from msgspec import Meta
 
 from appliance.config.toml_lines import KeyPath, LineMap, dotted
 from appliance.errors import CeilingsError, LabError
+from appliance.lab.daemon_config import is_daemon_config, scenario_of
+from appliance.lab.data_sheet import ModelSizes, estimated, known_sizes
 from appliance.lab.experiments.run import Contender, Setting, System
-from appliance.lab.hardware import Box, GpuSpec, ModelProfile, gpu, profile
+from appliance.lab.hardware import Box, GpuSpec, ModelProfile, gpu, profile, profiled
 from appliance.lab.noise import EXACT, Deviation
 from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
 from appliance.memory.ceilings.stored import read_ceilings
@@ -90,6 +92,9 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
     host_gbps: Positive | None = None
     """Of the hosts' memory, 10^9 bytes a second for the copies of all GPUs in both directions
     together; `HOST_GBPS` for every `HOST_GPUS` GPUs, or fewer, if it is not given."""
+    data_sheet: bool = False
+    """Whether times of models that were not measured on this hardware are estimated from data
+    sheets (`appliance.lab.data_sheet`)."""
     ceilings: str = ""
     """A file of `appliance doctor --ceilings`, of any machine, for those of `pcie_gbps`,
     `efficiency`, `disk_gbps` and `map_seconds_per_slab` that are not given."""
@@ -280,6 +285,10 @@ class GivenProfile(ModelProfile, frozen=True, kw_only=True, forbid_unknown_field
     """``[[profiles]]``: a model that the built-in table does not have on this hardware."""
 
 
+class GivenSizes(ModelSizes, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[[sizes]]``: a model whose times are estimated, if `hardware.data_sheet` allows that."""
+
+
 class Scenario(ScenarioTable, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -296,6 +305,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
     policies: Mapping[str, ScenarioPolicy] = {}
     deviation: Deviates = Deviates()
     profiles: tuple[GivenProfile, ...] = ()
+    sizes: tuple[GivenSizes, ...] = ()
 
     @property
     def warmup_seconds(self) -> float:
@@ -317,7 +327,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
         if self.warmup_seconds >= self.duration:
             raise LabError(f"warmup: nothing is left of {self.duration:g} s to measure")
         box = self.hardware.box()
-        given = {profile.name: profile for profile in self.profiles}
         specs: list[ModelSpec] = []
         profiles: dict[ModelName, ModelProfile] = {}
         streams: list[list[Arrival]] = []
@@ -325,7 +334,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
             names = self._names(group, len(specs))
             for index, name in enumerate(names):
                 kind = group.mix[index % len(group.mix)]
-                found = given.get(kind) or profile(kind, self.hardware.gpu, self.hardware.tp)
+                found = self._profile(kind)
                 if found.tp != self.hardware.tp:
                     raise LabError(f"profiles: {kind} is of {found.tp} GPUs, not {box.tp}")
                 profiles[name] = found.with_step_overhead(self.hardware.step_overhead)
@@ -343,6 +352,17 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
             seconds=float(self.duration),
             deviation=self._deviation(seed),
         )
+
+    def _profile(self, kind: str) -> ModelProfile:
+        """As given, as measured, or as estimated if that is asked for."""
+        for given in self.profiles:
+            if given.name == kind:
+                return given
+        hardware = self.hardware
+        if (kind, hardware.gpu, hardware.tp) in profiled() or not hardware.data_sheet:
+            return profile(kind, hardware.gpu, hardware.tp)
+        sizes = next((one for one in self.sizes if one.name == kind), None)
+        return estimated(sizes or known_sizes(kind), gpu(hardware.gpu), hardware.tp)
 
     def _names(self, group: ModelGroup, before: int) -> Sequence[ModelName]:
         count = group.count or len(group.names) or len(group.mix)
@@ -443,13 +463,16 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
 
 
 def read(path: Path, changes: Mapping[str, str] | None = None) -> Scenario:
-    """The scenario of a file, with `changes`: values as TOML by dotted key (``hardware.count``,
-    ``models.0.count``). Raises `LabError` naming file, line and key of what is wrong."""
+    """The scenario of a file, or of a daemon's configuration, with `changes`: values as TOML by
+    dotted key (``hardware.count``, ``models.0.count``). Raises `LabError` naming file, line and
+    key of what is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LabError(f"{path}: {error}") from None
+    if is_daemon_config(document):
+        document = scenario_of(path)
     for key, value in (changes or {}).items():
         _change(document, key, value)
     _fill_from_ceilings(document, path.parent)

@@ -429,5 +429,5 @@ def test_windows_on_a_long_context_save_memory() -> None:
 
     assert (tables.layers, tables.tables, tables.windows) == (6, 1, (33,) * 5)
     assert tables.blocks(32768) == 1024 + 5 * 33
-    assert tables.prompt_blocks(32768) == 1024 + 5 * (33 + 64)
+    assert tables.step_blocks == 64
     assert layers.tables(32, 1024).windows == ()

@@ -499,6 +499,9 @@ class HubDouble:
         self.fetched: list[str] = []
         self.fail_at = ""
         self.wrong_digest = False
+        self.begin_at = 0
+        self.steps: list[int] = []
+        """What its bars are called with, for each file."""
         self.also: list[str] = []
         """Names of files more, each with the same content."""
 
@@ -517,11 +520,20 @@ class HubDouble:
         siblings += [SimpleNamespace(rfilename=file, size=2, lfs=None) for file in self.also]
         return SimpleNamespace(sha="abc", siblings=siblings)
 
-    def hf_hub_download(self, name: str, file: str, *, revision: str, local_dir: Path) -> str:
+    def hf_hub_download(
+        self, name: str, file: str, *, revision: str, local_dir: Path, tqdm_class: type[Any]
+    ) -> str:
         assert revision == "abc"
         if file == self.fail_at:
             raise ConnectionError("the line is dead")
         self.fetched.append(file)
+        with tqdm_class(desc=file, total=1, initial=self.begin_at) as bar:
+            for nbytes in self.steps:
+                bar.update(nbytes)
+                bar.update_transfer(nbytes)
+        if self.steps:  # as for a file that comes in parts
+            bar.set_postfix_str("1 B/s", refresh=False)
+            bar.refresh()
         local_dir.mkdir(exist_ok=True)
         if file in self.also:  # a library that does not check names
             (local_dir / "also").write_bytes(b"{}")
@@ -550,6 +562,34 @@ def test_a_hub_s_model_is_fetched(hub: HubDouble, folder: Path, told: list[Progr
     assert (pulled.name, pulled.path) == ("org/tiny", folder / "org--tiny")
     assert names(pulled.path) == PULLED
     assert hub.fetched == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("begin_at", "steps", "shown"),
+    [
+        (0, [600_000, 400_000], [0, 600_000, 1_000_000]),
+        (600_000, [300_000], [0, 600_000, 900_000]),
+        (0, [600_000, -600_000, 500_000], [0, 600_000, 0, 500_000]),
+        (0, [600_000, 600_000], [0, 600_000]),
+    ],
+)
+def test_how_far_a_hub_s_file_is(
+    hub: HubDouble,
+    folder: Path,
+    told: list[Progress],
+    begin_at: int,
+    steps: list[int],
+    shown: list[int],
+) -> None:
+    """As it comes: also if part of it was there, or has to come again, and never more than all of
+    it."""
+    hub.begin_at, hub.steps = begin_at, steps
+    pull("org/tiny", folder, tell=told.append)
+
+    weights = [one for one in told if one.file == "model.safetensors"]
+    total = (folder / "org--tiny" / "model.safetensors").stat().st_size
+    assert [one.done_bytes for one in weights] == [*shown, total]
+    assert {one.total_bytes for one in weights} == {total}
 
 
 def test_what_comes_damaged_from_a_hub(hub: HubDouble, folder: Path, told: list[Progress]) -> None:

@@ -81,6 +81,6 @@ def test_the_file_may_be_given_either_way(
     both = CliRunner().invoke(cli, [*command, str(file), "--config", str(file)])
     none = CliRunner().invoke(cli, command)
 
-    assert all("mine.toml:1: devices.memory: is missing" in one.output for one in found)
+    assert all("mine.toml:1: model: is missing" in one.output for one in found)
     assert (both.exit_code, "not both" in both.stderr) == (2, True)
     assert "etc/appliance.toml" in none.output

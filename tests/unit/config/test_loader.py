@@ -200,7 +200,6 @@ def test_each_problem_with_policies_is_named(
         (('"8MiB"', '"x%"'), 2, "devices.memory", 'a share, such as "90%"', "got 'x%'"),
         (('"8MiB"', '"0.5B"'), 2, "devices.memory", "whole number of bytes", "got '0.5B'"),
         (('"8MiB"', "0"), 2, "devices.memory", "expected a size", "got 0"),
-        (('memory = "8MiB"\n', ""), 1, "devices.memory", "is missing", 'add memory = "192MiB"'),
         (('"64KiB"', '"96KiB"'), 3, "devices.slab", "96KiB is not a power of two", '"2MiB"'),
         (('"64KiB"', '"1KiB"'), 3, "devices.slab", "power of two of at least 4KiB", '"2MiB"'),
         (('"64KiB"', '"64KiB"\ninstances = 0'), 4, "devices.instances", ">= 1", "got 0"),
@@ -282,12 +281,11 @@ def test_names_and_policies_are_compared(models: Path) -> None:
 
 
 def test_what_is_no_table_is_said(models: Path) -> None:
-    """Tables given as values, a missing [devices], and a file without models."""
+    """Tables given as values, and a file without models."""
     found = problems(models, "api = 3\nmodel = []\n")
 
     assert {(problem.key, problem.wrong) for problem in found} == {
         ("api", "expected a table, got 3"),
-        ("devices", "is missing"),
         ("model", "expected at least one table"),
     }
     assert only_problem(models, GOOD[: GOOD.index("[[")]).remedy == "add [[model]] for each model"
@@ -440,7 +438,7 @@ def test_sample_is_generated_and_valid() -> None:
     assert sample.read_text(encoding="utf-8") == configdoc.generate_sample()
     more = '[[model.adapter]]\nname = "x"\npath = "y"\n[[devices.group]]\nname = "x"\n'
     tomllib.loads(f"{configdoc.generate_sample()}{more}")  # tables can be appended
-    assert load_config(sample, check_files=False).devices.memory_bytes == 192 << 20
+    assert load_config(sample, check_files=False).is_chosen("devices", "memory")
 
 
 def test_documentation_is_generated_and_complete() -> None:

@@ -219,9 +219,9 @@ MISTAKES: Final = [
         "5: devices.kind: 'gpu' is not a choice; use auto, cuda or cpu",
     ),
     mistake(
-        'memory = "8MiB"\n',
-        "",
-        '4: devices.memory: is missing; add memory = "192MiB"',
+        'memory = "8MiB"',
+        'memory = "automatic"',
+        "6: devices.memory: 'automatic' is not a choice; use \"auto\", or a size",
     ),
     mistake(
         'memory = "8MiB"',
@@ -276,7 +276,6 @@ MISTAKES: Final = [
     mistake(
         'memory = "8MiB"',
         'memroy = "8MiB"',
-        '4: devices.memory: is missing; add memory = "192MiB"',
         "6: devices.memroy: unknown key; did you mean memory?",
     ),
     mistake(
@@ -384,7 +383,6 @@ MISTAKES: Final = [
     mistake(
         "[devices]",
         "[device]",
-        "1: devices: is missing; add [devices]",
         "4: device: unknown key; did you mean devices?",
     ),
     mistake(
@@ -701,13 +699,13 @@ MISTAKES: Final = [
     mistake(
         "max_context = 1024",
         "max_ctx = 1024",
-        "13: model[0].max_context: is missing; add max_context = 2048",
         "16: model[0].max_ctx: unknown key; did you mean max_context?",
     ),
     mistake(
-        "max_context = 1024\n",
-        "",
-        "13: model[0].max_context: is missing; add max_context = 2048",
+        "max_context = 1024",
+        'max_context = "long"',
+        "16: model[0].max_context: 'long' is not a choice; use \"auto\", or a whole number from "
+        "1 on",
     ),
     mistake(
         'dtype = "float32"',

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from appliance.cli.main import cli
+from tests.conftest import write_checkpoint
 from tests.unit.lab.test_journal_workload import write
 
 pytestmark = pytest.mark.thorough
@@ -25,7 +26,10 @@ BLOCK = re.compile(r"^```(sh|toml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the repository's benchmarks in it, and a journal."""
+    """A directory with the repository's benchmarks in it, a journal, and a configuration."""
+    write_checkpoint(tmp_path / "tiny")
+    model = '[[model]]\nname = "tiny"\npath = "tiny"\n'
+    (tmp_path / "my.toml").write_text(f'[devices]\nmemory = "64MiB"\n{model}')
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     write(tmp_path / "journal.jsonl")
     monkeypatch.chdir(tmp_path)
@@ -56,11 +60,12 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
             else:
                 assert result.exit_code == 0, result.output
                 printed.append(result.stdout)
-    assert len(printed) == 10 + PLOTS
+    assert len(printed) == 11 + PLOTS
     assert printed[0].split().count("aegaeon") == 1
-    assert "a third prefills" in printed[-8]
-    assert "MODELS AT 90.0%" in printed[-7]
-    assert "HOST GIB" in printed[-6]
+    assert "a third prefills" in printed[-9]
+    assert "MODELS AT 90.0%" in printed[-8]
+    assert "HOST GIB" in printed[-7]
+    assert "from data sheets: tiny" in printed[-6]
     assert "BOUND BY" in printed[-5]
     assert "commands identical" in printed[-4]
     assert "aegaeon, recorded" in printed[-3]

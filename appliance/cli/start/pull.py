@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,8 +14,16 @@ from urllib.parse import quote
 import click
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from appliance.checkpoints.adapters import full_name
 from appliance.checkpoints.pull import pull as fetch
@@ -98,11 +107,11 @@ def pull(
             fail(f"--{option} is the model's, not an adapter's", 2)
         _pull_adapter(source, name, base, folder, url, link=link, as_json=as_json, no_add=no_add)
         return
-    with _failing(source):
+    with failing(source):
         if not no_add:
             _check_free(url, name or find_source(source).name)
             _check_groups(url, groups)
-        with _telling(as_json) as tell:
+        with telling(as_json) as tell:
             pulled = fetch(source, folder, name, link=link, tell=tell)
     if not no_add:
         call("POST", url, "/api/models", {"name": pulled.name, "path": str(pulled.path), **chosen})
@@ -128,7 +137,7 @@ def _pull_adapter(
                 f"{base} has no room for another adapter: {len(facts['adapters'])} of "
                 f"{facts['max_loras']} places are taken; see max_loras in docs/adapters.md"
             )
-    with _failing(source), _telling(as_json) as tell:
+    with failing(source), telling(as_json) as tell:
         own, path = fetch_adapter(source, folder, base, name, link=link, tell=tell)
     if not no_add:
         call("POST", url, f"/api/models/{quote(base)}/adapters", {"name": own, "path": str(path)})
@@ -152,7 +161,7 @@ def _check_groups(url: str, chosen: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _failing(source: str) -> Iterator[None]:
+def failing(source: str) -> Iterator[None]:
     """Ends the command if the source cannot be pulled."""
     try:
         yield
@@ -183,16 +192,23 @@ def _check_free(url: str, name: str) -> None:
 
 
 @contextmanager
-def _telling(as_json: bool) -> Iterator[Tell]:
-    """Tells of progress: bars on a terminal, else a line for each file, or for each step."""
+def telling(as_json: bool, *, err: bool = False) -> Iterator[Tell]:
+    """Tells of progress: bars on a terminal, else a line for each file, or for each step. To
+    standard error, if `err`."""
     if as_json:
         yield lambda progress: _print_line(progress._asdict())
-    elif sys.stdout.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        with Bars(*columns, TransferSpeedColumn(), console=Console()) as bars:
+    elif (sys.stderr if err else sys.stdout).isatty():
+        columns = (
+            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
+            BarColumn(bar_width=16),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=Console(stderr=err), expand=True) as bars:
             yield _Bars(bars)
     else:
-        yield _print_file
+        yield partial(_print_file, err=err)
 
 
 class _Bars:
@@ -212,9 +228,9 @@ class _Bars:
         self._bars.update(self._tasks[progress.file], completed=progress.done_bytes)
 
 
-def _print_file(progress: Progress) -> None:
+def _print_file(progress: Progress, *, err: bool) -> None:
     if progress.done_bytes == progress.total_bytes:
-        click.echo(_said(progress))
+        click.echo(_said(progress), err=err)
 
 
 def _said(progress: Progress) -> str:

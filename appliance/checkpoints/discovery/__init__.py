@@ -1,0 +1,1 @@
+"""Finding checkpoints in directories, and naming them."""

@@ -1,0 +1,139 @@
+"""Models are served without a configuration: from a directory, and by `run` alone, on real vLLM."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from appliance.demo.run import free_port
+from tests.hub import hub
+from tests.patience import PATIENCE_SECONDS, until
+
+SERVED, FROM_HUB, LATER = "llama-a", "qwen2-a", "llama-b"
+PROGRAM = (sys.executable, "-m", "appliance")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user with nothing."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "0",
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
+
+
+@contextmanager
+def serving(arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> Iterator[str]:
+    """A daemon from the command line; its URL. It ends well."""
+    bind = f"127.0.0.1:{free_port()}"
+    with log.open("wb") as stream:
+        daemon = subprocess.Popen(
+            [*PROGRAM, "serve", *arguments, "--bind", bind], stderr=stream, env=environment
+        )
+    try:
+        url = f"http://{bind}"
+        until(lambda: is_ready(url) or daemon.poll() is not None)
+        assert daemon.poll() is None, log.read_text()
+        yield url
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(PATIENCE_SECONDS) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=PATIENCE_SECONDS).is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_a_directory_is_served(checkpoints: Path, home: dict[str, str], tmp_path: Path) -> None:
+    """Under the names of what is in it; what is no model that is served is a line of the log."""
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / SERVED).symlink_to(checkpoints / SERVED)
+    (models / "q4.gguf").touch()
+    log = tmp_path / "log"
+
+    with serving((str(models), "--model", f"named={checkpoints / LATER}"), home, log) as url:
+        listed = httpx.get(f"{url}/v1/models").json()["data"]
+        body = {
+            "model": SERVED,
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 4,
+            "temperature": 0,
+        }
+        answered = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS)
+
+    assert {model["id"] for model in listed} == {SERVED, "named"}
+    assert answered.status_code == 200, answered.text
+    assert answered.json()["usage"]["completion_tokens"] > 0
+    assert f"not served: {models}/q4.gguf: GGUF is not supported" in log.read_text()
+
+
+def test_run_needs_nothing(checkpoints: Path, home: dict[str, str], tmp_path: Path) -> None:
+    """It pulls a model of a hub, starts a daemon, and answers. The daemon goes on, and pulls the
+    next model by itself."""
+    url = f"http://127.0.0.1:{free_port()}"
+    repositories = {f"demo/{name}": checkpoints / name for name in (FROM_HUB, LATER)}
+    pids: list[int] = []
+
+    def run(model: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*PROGRAM, "run", model, "Once", "--max-tokens", "4", "--url", url],
+            env=home,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        pids.extend(map(int, re.findall(r"stop it with: kill (\d+)", done.stderr)))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("\n")
+        return done
+
+    with hub(repositories) as endpoint:
+        home["HF_ENDPOINT"] = endpoint
+        try:
+            first = run(f"demo/{FROM_HUB}")
+            second = run(f"demo/{LATER}")
+        finally:
+            stop(pids)
+
+    assert "fetched model.safetensors" in first.stderr
+    assert "fetched model.safetensors" in second.stderr
+    assert len(pids) == 1
+    assert not is_ready(url)
+    folder = tmp_path / "data" / "appliance" / "models"
+    assert {path.name for path in folder.iterdir()} == {f"demo--{FROM_HUB}", f"demo--{LATER}"}
+    (log,) = (tmp_path / "state" / "appliance").glob("*.log")
+    assert str(log) in first.stderr
+
+
+def stop(pids: list[int]) -> None:
+    """As the command says how, and until they are gone."""
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    for pid in pids:
+        until(lambda pid=pid: not running(pid))
+
+
+def running(pid: int) -> bool:
+    """A process that ended may wait for its parent, which is none of ours."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
