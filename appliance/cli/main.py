@@ -23,10 +23,16 @@ from appliance.checkpoints.adapters import full_name
 from appliance.checkpoints.parsers.choose import ChosenParsers
 from appliance.checkpoints.parsers.names import AUTO
 from appliance.checkpoints.task import read_task
-from appliance.cli.config import diff, log_level, reload
+from appliance.cli.config import (
+    diff,
+    fit_command,
+    load_or_exit,
+    log_level,
+    print_shared,
+    reload,
+)
 from appliance.cli.docs import config as configdoc
 from appliance.cli.findings import Level
-from appliance.cli.fit import fit_command, load_or_exit, print_shared
 from appliance.cli.instances import instance
 from appliance.cli.keys import key
 from appliance.cli.models import drain, limit, load, pin, resume, rm, show, stop, unpin
