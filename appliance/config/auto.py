@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -21,6 +21,7 @@ from appliance.config.sizing import kv_floor, least
 from appliance.platform import machine_memory
 from appliance.platform.cpus import front_end_count
 from appliance.units import Bytes, Memory, human
+from appliance.vocabulary import ModelName
 
 GPU_SHARE: Final = 0.9
 """Of a GPU's memory; vLLM takes as much (`--gpu-memory-utilization`)."""
@@ -152,6 +153,16 @@ def _with_held(config: Config, held: Config | None) -> Config:
         if chosen.key[0] == "devices" or chosen.key[1] in same:
             config = _put(config, chosen)
     return config
+
+
+def with_models(running: Config, found: Config, names: Collection[ModelName]) -> Config:
+    """What runs, with models of a configuration that was read, and what was chosen for them."""
+    added = [model for model in found.models if model.name in names]
+    of_others = [one for one in running.chosen if one.key[0] != "model" or one.key[1] not in names]
+    new = [one for one in found.chosen if one.key[0] == "model" and one.key[1] in names]
+    return msgspec.structs.replace(
+        running, models=(*running.models, *added), chosen=(*of_others, *new)
+    )
 
 
 # --- sizes ---------------------------------------------------------------------------------------

@@ -163,7 +163,10 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
             shorter = f", or max_context to {need.tokens} or less" if helps else ""
             remedy = f"set devices.memory to {_enough(entry, model.max_context, own)} or more, a "
             if config.is_chosen("devices", "memory"):
-                remedy = "end what else uses memory, or take a machine with more, or a "
+                remedy = (
+                    "end what else uses memory, restart a daemon that runs (auto chooses anew), "
+                    "or a "
+                )
             report.add(
                 ("model", index),
                 f"{model.name} needs {human(need.weights * slab)} for its weights and "

@@ -25,6 +25,7 @@ from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.pull import folder_name, pull
 from appliance.checkpoints.sources import Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
+from appliance.config.auto import with_models
 from appliance.config.diff import (
     TLS,
     as_written,
@@ -36,7 +37,7 @@ from appliance.config.diff import (
 from appliance.config.groups import differing_ranks, instances_of
 from appliance.config.layers import ignored_rows, read_layers
 from appliance.config.loader import absolute_path, load_config
-from appliance.config.schema import Adapter, Chosen, Config, Model
+from appliance.config.schema import Adapter, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import dotted
 from appliance.daemon.daemon import Daemon
@@ -410,8 +411,7 @@ class LiveConfig:
         """The configuration, as if the edit were written. Reading checkpoints takes time: a thread
         does that."""
         pending = None if edit is None else {self._admin.path: edit.text()}
-        read = partial(load_config, self._path, pending=pending, held=self._running)
-        return await asyncio.to_thread(read)
+        return await asyncio.to_thread(load_config, self._path, pending=pending, held=self._running)
 
     async def _write(self, edit: AdminEdit) -> None:
         await asyncio.to_thread(self._admin.write, edit.text())
@@ -489,9 +489,7 @@ class LiveConfig:
             self._daemon.catalogue.add(served, kv_floor)
             self._deletions.pop(served.spec.name, None)  # one that failed
             log.info("model %s was added", served.spec.name)
-        added = [model for model in found.models if model.name in names]
-        chosen = [one for one in found.chosen if one.key[0] == "model" and one.key[1] in names]
-        self._keep((*self._running.models, *added), chosen)
+        self._running = with_models(self._running, found, names)
 
     def _leave(self, found: Config) -> None:
         """Serve those no more that were not read, once their requests have ended; unless nothing
@@ -506,13 +504,8 @@ class LiveConfig:
                 log.info("model %s is removed", model.name)
         self._keep(stay)
 
-    def _keep(self, models: tuple[Model, ...], chosen: Sequence[Chosen] = ()) -> None:
-        """Run with these, and with what `auto` has chosen for new ones."""
-        new = {one.key for one in chosen}
-        before = [one for one in self._running.chosen if one.key not in new]
-        self._running = msgspec.structs.replace(
-            self._running, models=models, chosen=(*before, *chosen)
-        )
+    def _keep(self, models: tuple[Model, ...]) -> None:
+        self._running = msgspec.structs.replace(self._running, models=models)
 
 
 def _check_room(model: Model, full: ModelName) -> None:

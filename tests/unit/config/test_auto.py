@@ -164,7 +164,7 @@ def test_a_model_that_has_no_room_is_refused(entries: dict[str, CatalogEntry]) -
     found = problems(config, entries, MachineMemory(8 * GIB, 8 * GIB))
 
     assert "needs 15.0GiB for its weights" in found[0]
-    assert "end what else uses memory, or take a machine with more" in found[0]
+    assert "end what else uses memory, restart a daemon that runs" in found[0]
     assert "set devices.memory" not in found[0]
 
 
