@@ -21,8 +21,8 @@ MOST_BYTES: Final = 16 << 20
 """Of all compressed blocks together."""
 BLOCK_SPANS: Final = 64
 """Compressed at once. More compress better, and hold the event loop for longer."""
-PAGE_SPANS: Final = 1024
-"""In one answer, at most."""
+PAGE_SPANS: Final = 512
+"""In one answer, at most: the event loop waits while they are decompressed."""
 BLOCK_BYTES: Final = 256
 """What Python takes for a block besides its compressed spans, rounded up."""
 
