@@ -273,7 +273,10 @@ class TimelineView(View):
             self.show(self._view_context)
 
     def _zoom_by(self, by: int) -> None:
+        """What is chosen stays in sight."""
         self._zoom = max(0, min(self._zoom + by, len(ZOOMS) - 1))
+        if self._view_context is not None and (chosen := self.current()) is not None:
+            self._bring_into_sight(chosen[1], self._view_context)
 
     def _pan(self, by: float) -> None:
         if self._view_context is not None:

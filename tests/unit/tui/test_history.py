@@ -64,6 +64,9 @@ async def test_what_was_before_is_asked_for() -> None:
         assert UNKNOWN not in lane
         await press(app, "left", "left", "left", "enter")
         assert "turn of a on instance 0" in "\n".join(screen(app))
+        await press(app, "escape", "+", "+", "+")
+        assert run_lane(app)[11:].startswith("a ")
+        assert "paused" in screen(app)[2]
         assert source.paths == [path]
     since, until = (float(part.partition("=")[2]) for part in path.partition("?")[2].split("&"))
     assert since < NOW - 40
