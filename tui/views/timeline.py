@@ -40,6 +40,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 LEAST_BAR = 3
 """Cells of a span that is drawn by itself; of shorter ones each cell shows what took most of it."""
 UNKNOWN = "·"
+CHOSEN_SHARE = 2.0
+"""What is chosen is seen, whatever else is in its cells."""
 EDGE_SHARE = 0.5
 """Of a cell, for the beginning of a bar: it is seen unless something else took most of the cell."""
 LEAST_SHARE = 1e-6
@@ -137,7 +139,8 @@ class TimelineView(View):
 
     def _spans(self, context: ViewContext) -> dict[str, Document]:
         """All that are known, by number."""
-        return {**self._past.spans, **context.state.spans}
+        past, state = self._past.spans, context.state.spans
+        return {**past, **state} if past else state
 
     def _edge(self, context: ViewContext, cells: int) -> float:
         """The time at the right edge: one at which a cell ends, so that what is over stays as it is
@@ -180,40 +183,48 @@ class TimelineView(View):
         """A lane. Each cell belongs to what took most of it: a span of some cells, with its model
         on it, or all short spans of a kind and a model together."""
         unknown = int((self._past.known_since(context.state) - left) / per_cell)
-        texts = [UNKNOWN if cell < unknown else " " for cell in range(cells)]
-        styles = [context.theme.dim if cell < unknown else "" for cell in range(cells)]
-        shares: list[dict[Bar, float]] = [{} for _ in range(cells)]
+        owners: list[Bar | None] = [None] * cells
+        shares: defaultdict[int, dict[Bar, float]] = defaultdict(dict)
         for span in spans:
             begin = (span["began_unix_seconds"] - left) / per_cell
             end = (span.get("ended_unix_seconds", context.now) - left) / per_cell
-            bar = self._bar(span, begin, end, cells)
-            for cell in range(max(0, int(begin)), min(int(end), cells - 1) + 1):
+            first, last = max(0, int(begin)), min(int(end), cells - 1)
+            if last < first:
+                continue
+            bar = self._bar(span, first, last, begins=begin >= 0)
+            owners[first + 1 : last] = [bar] * (last - first - 1)
+            for cell in {first, last}:
                 share = max(min(end, cell + 1) - max(begin, cell), LEAST_SHARE)
-                share += bar.chosen
-                share += EDGE_SHARE * (cell == bar.first and len(bar.text) > 1)
+                share += (
+                    EDGE_SHARE * (cell == first and len(bar.text) > 1) + CHOSEN_SHARE * bar.chosen
+                )
                 shares[cell][bar] = shares[cell].get(bar, 0.0) + share
-        for cell, found in enumerate(shares):
-            if found:
-                bar = max(found, key=found.__getitem__)
-                texts[cell] = bar.text[cell - bar.first] if len(bar.text) > 1 else bar.text
-                colour = context.model_style(bar.model)
-                styles[cell] = f"{'bold underline' if bar.chosen else 'reverse'} {colour}"
+        for cell, found in shares.items():
+            winner = max(found, key=found.__getitem__)
+            if owners[cell] is None or winner.chosen:
+                owners[cell] = winner
+        texts, styles = [" "] * cells, [""] * cells
+        for cell, owner in enumerate(owners):
+            if owner is not None:
+                texts[cell] = owner.text[cell - owner.first] if len(owner.text) > 1 else owner.text
+                colour = context.model_style(owner.model)
+                styles[cell] = f"{'bold underline' if owner.chosen else 'reverse'} {colour}"
+            elif cell < unknown:
+                texts[cell], styles[cell] = UNKNOWN, context.theme.dim
         return _merged(texts, styles)
 
-    def _bar(self, span: Document, begin: float, end: float, cells: int) -> Bar:
+    def _bar(self, span: Document, first: int, last: int, *, begins: bool) -> Bar:
         model, mark = str(span["model"]), MARKS[span["kind"]]
         assert self._view_context is not None
         letter = _letter(model, self._view_context)
         chosen = str(span["number"]) == self._chosen
-        first, last = max(0, int(begin)), min(int(end), cells - 1)
         length = last - first + 1
         if length < LEAST_BAR:
             return Bar(0, mark or letter, model, chosen)
-        edge = "│" if begin >= 0 else ""
-        name = next(
-            (text for text in (edge + mark + model, edge + mark + letter) if len(text) <= length),
-            letter,
-        )
+        edge = "│" if begins else ""
+        name = edge + mark + model
+        if len(name) > length:
+            name = edge + mark + letter
         return Bar(first, name.ljust(length), model, chosen)
 
     def status(self) -> str:

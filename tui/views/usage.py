@@ -53,7 +53,7 @@ class UsageView(TableView):
 
     title = "Usage"
     names = ("usage", "u")
-    help = (("b", "add up by"), ("p", "period"))
+    help = (("b", "group by"), ("p", "period"))
 
     def __init__(self) -> None:
         super().__init__()
