@@ -1,4 +1,4 @@
-"""What a big box answers to views of the dashboard that ask: batches, policies, config, keys."""
+"""What a big box answers to views of the dashboard: batches, policies, config, keys, usage."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ def answers(now: float, models: list[str]) -> dict[str, Document]:
             ],
         },
         "/api/keys": {"keys": [_key(n, now) for n in range(KEYS)]},
+        "/api/usage?by=key,model&since=30d": {
+            "rows": [_usage(n, name) for n in range(KEYS) for name in models[:CHANGED]],
+            "budgets": [],
+        },
+    }  # fmt: skip
+
+
+def _usage(number: int, model: str) -> Document:
+    return {
+        "key": f"key-{number}", "model": model, "requests": number, "input_tokens": 900 * number,
+        "cached_tokens": 70 * number, "output_tokens": 210 * number, "gpu_seconds": 6.5 * number,
+        "waiting_seconds": 0.5 * number,
     }  # fmt: skip
 
 

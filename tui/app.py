@@ -241,7 +241,7 @@ class Dashboard(App[None]):
 
     def show_page(self, title: str, lines: Callable[[ViewContext], list[Line] | None]) -> None:
         """Lay a page over the view."""
-        self.push_screen(TextDialog(title, lines))
+        self.push_screen(TextDialog(title, lines, self.view.ended))
         self.call_after_refresh(self.refresh_shown)
 
     def notify(

@@ -14,8 +14,11 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Label, Static
 
 from tui.drawing.canvas import Canvas, Line
+from tui.drawing.folding import folded
 from tui.view import Field, ViewContext
 
+MOST_LINES = 1_000_000
+"""More than any page has."""
 MOST_SPACED = 5
 """Fields of a form that stand apart from each other; more of them are close together."""
 
@@ -31,11 +34,17 @@ class TextDialog(ModalScreen[None]):
     }
     """
 
-    def __init__(self, title: str, lines: Callable[[ViewContext], list[Line] | None]) -> None:
-        """`lines` are asked for whenever a view would be shown; None for what is gone, of which the
-        last lines stay."""
+    def __init__(
+        self,
+        title: str,
+        lines: Callable[[ViewContext], list[Line] | None],
+        ended: str = "it is no longer there",
+    ) -> None:
+        """`lines` are asked for whenever a view would be shown; None for what is no longer there,
+        of which the last lines stay, below `ended`."""
         super().__init__()
         self._title = title
+        self._ended = ended
         self._produce = lines
         self._lines: list[Line] = []
         self._canvas = Canvas()
@@ -51,20 +60,21 @@ class TextDialog(ModalScreen[None]):
         lines = self._produce(context)
         if lines is not None:
             self._lines = lines
-        elif self._lines and self._lines[0] != (gone := [("it is gone", context.theme.bad)]):
+        elif self._lines and self._lines[0] != (gone := [(self._ended, context.theme.bad)]):
             self._lines = [gone, *self._lines]
         self._paint()
 
     def _paint(self) -> None:
-        height = max(1, self._canvas.size.height)
-        self._top = max(0, min(self._top, len(self._lines) - height))
-        self._canvas.paint(self._lines[self._top : self._top + height])
+        width, height = self._canvas.size
+        lines = folded(self._lines, width)
+        self._top = max(0, min(self._top, len(lines) - max(1, height)))
+        self._canvas.paint(lines[self._top : self._top + max(1, height)])
 
     def on_key(self, event: events.Key) -> None:
         page = max(1, self._canvas.size.height - 1)
         moves = {
             "up": -1, "k": -1, "down": 1, "j": 1, "pageup": -page, "pagedown": page, "space": page,
-            "home": -len(self._lines), "end": len(self._lines),
+            "home": -MOST_LINES, "end": MOST_LINES,
         }  # fmt: skip
         if event.key in ("escape", "q", "enter"):
             self.dismiss()

@@ -52,6 +52,10 @@ class State:
         self.spans: dict[str, Document] = {}
         """What was computed and moved, by number, the oldest first; also what is over and the
         daemon has forgotten. Another daemon counts anew: of the one before nothing is left."""
+        self.complete_since = 0.0
+        """All spans that ended since then are in `spans`, Unix seconds."""
+        self.daemons = 0
+        """How many daemons there were: one that is started again is another one."""
         self.lost: str | None = "connecting"
         """Why nothing arrives, if that is so."""
         self.retry_at = 0.0
@@ -119,7 +123,9 @@ class State:
                 )
             if self._is_another(data["state"]):
                 self.spans.clear()
+                self.daemons += 1
             self.tree = data["state"]
+            self.complete_since = self._whole_since()
             self._changed(data["state"])
             for number in self.spans.keys() - self.rows("spans").keys():
                 self._let_go(number)
@@ -134,6 +140,16 @@ class State:
         before: float = self.tree.get("started_unix_seconds", 0.0)
         now: float = tree.get("started_unix_seconds", 0.0)
         return abs(now - before) > SAME_START_SECONDS
+
+    def _whole_since(self) -> float:
+        """A state has the newest spans of each instance: those of all are known since the instance
+        of which it goes back least."""
+        earliest: dict[Any, float] = {}
+        for span in self.rows("spans").values():
+            if (ended := span.get("ended_unix_seconds")) is not None:
+                instance = span.get("instance")
+                earliest[instance] = min(ended, earliest.get(instance, ended))
+        return max(earliest.values(), default=self._unix_seconds)
 
     def _changed(self, patch: Document) -> None:
         """Look at the rows that a patch names."""
@@ -155,7 +171,9 @@ class State:
             else:
                 self.spans[number] = self.tree["spans"][number]
         while len(self.spans) > MOST_SPANS:
-            del self.spans[next(iter(self.spans))]
+            oldest = self.spans.pop(next(iter(self.spans)))
+            ended = oldest.get("ended_unix_seconds", 0.0)
+            self.complete_since = max(self.complete_since, ended)
 
     def _let_go(self, number: str) -> None:
         """The daemon knows no more of it. One that is over stays as it was; of one that is not, the

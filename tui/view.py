@@ -87,6 +87,9 @@ class View(Widget):
     """What it needs besides the state; it is found in `State.answer`. May change with what is shown
     of it."""
 
+    ended: ClassVar[str] = "it is no longer there"
+    """What is said above the detail of a row that is no longer there."""
+
     can_focus = True
 
     source: DaemonSource
@@ -143,7 +146,7 @@ class View(Widget):
         return [] if row is None else [row[0]]
 
     def detail(self, key: str, context: ViewContext) -> list[Line] | None:
-        """A row in words, as it is now; None for one that is gone."""
+        """A row in words, as it is now; None for one that is no longer there."""
         return None
 
     def path(self, key: str) -> str | None:

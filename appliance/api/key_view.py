@@ -14,6 +14,7 @@ from appliance.access.keys import Key
 from appliance.service.interface import (
     Activity,
     InstanceActivity,
+    ModelActivity,
     ModelCard,
     ModelNotFound,
     Readiness,
@@ -58,7 +59,7 @@ class _Gate:
 
     def activity(self) -> Activity:
         """Without what tells of models that the key does not know."""
-        key, activity = current.get().key, self._service.activity()
+        key, activity = current.get().key, self._with_queues(self._service.activity())
         if key is None or not key.models:
             return activity
         # A key may have an adapter alone; whether that is loaded shows in its base.
@@ -73,6 +74,19 @@ class _Gate:
             instances=tuple(_shown(instance, key) for instance in activity.instances),
             host_bytes=_known(activity.host_bytes, key),
         )
+
+    def model_activity(self, name: ModelName) -> ModelActivity:
+        return _queued(self._service.model_activity(name), self._queues())
+
+    def _with_queues(self, activity: Activity) -> Activity:
+        """Requests that wait for the turn of their key are waiting requests of their models."""
+        queues = self._queues()
+        models = tuple(_queued(model, queues) for model in activity.models)
+        return msgspec.structs.replace(activity, models=models) if queues else activity
+
+    def _queues(self) -> Counter[ModelName]:
+        """How many requests of each model wait for the turn of their key."""
+        return Counter(request.model for request in self._admission.waiting())
 
     def requests(self) -> list[RequestActivity]:
         """Also those that wait for their turn."""
@@ -93,7 +107,10 @@ class _Gate:
         snapshot = self._service.snapshot()
         requests = tuple(self._with_waiting(snapshot.requests))
         readiness = self._with_ledger(snapshot.readiness)
-        return msgspec.structs.replace(snapshot, requests=requests, readiness=readiness)
+        status = self._with_queues(snapshot.status)
+        return msgspec.structs.replace(
+            snapshot, requests=requests, readiness=readiness, status=status
+        )
 
     def readiness(self) -> Readiness:
         """Also whether usage is written down."""
@@ -110,6 +127,11 @@ class _Gate:
         metrics.waiting(Counter(self._admission.keys_waiting()))
         keys = metrics.registry.exposition() if self._access.has_keys else b""
         return self._service.metrics() + keys
+
+
+def _queued(model: ModelActivity, queues: Counter[ModelName]) -> ModelActivity:
+    """With those in its queue."""
+    return msgspec.structs.replace(model, waiting=model.waiting + queues[model.model])
 
 
 def _shown(instance: InstanceActivity, key: Key) -> InstanceActivity:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -69,6 +68,7 @@ from appliance.service.interface import (
     Sink,
     SlabsUnanswered,
     Snapshot,
+    SpanPage,
     SubmitRequest,
     shutting_down,
 )
@@ -448,12 +448,10 @@ class Daemon:
         )
 
     def models(self) -> list[ModelCard]:
-        cards = map(self._model_activities.cards, self.catalogue.names())
-        return list(itertools.chain.from_iterable(cards))
+        return self._model_activities.all_cards()
 
     def model(self, name: ModelName) -> ModelCard:
-        base = self.catalogue.base_of(name)
-        return next(card for card in self._model_activities.cards(base) if card.id == name)
+        return self._model_activities.card(name)
 
     def summary(self) -> str:
         instances = self.machine.instances.values()
@@ -481,8 +479,6 @@ class Daemon:
         return request_activity(self.machine, request, self._clock())
 
     def model_activity(self, name: ModelName) -> ModelActivity:
-        if name not in self.catalogue.removing:
-            self.catalogue.find(name)
         return self._model_activities.one(name)
 
     def snapshot(self) -> Snapshot:
@@ -494,6 +490,9 @@ class Daemon:
             requests=tuple(self.requests()),
             spans=self._timeline.shown(),
         )
+
+    def timeline(self, since: float, until: float, before: int | None) -> SpanPage:
+        return self._timeline.history.page(since, until, before)
 
     def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
         return self.feed.follow(after)

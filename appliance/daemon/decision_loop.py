@@ -175,7 +175,10 @@ class DecisionLoop:
             after=self._after,
             hook=hook,
             policy=self.policies.stack.answered(hook, instance),
-            plan=tuple((turn.model, turn.quota_seconds) for turn in islice(work, MOST_PLANNED)),
+            plan=tuple(
+                (turn.model, turn.quota_seconds if turn.firm else None)
+                for turn in islice(work, MOST_PLANNED)
+            ),
         )
 
     # --- policies --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import Final
 
 import msgspec
 
@@ -22,6 +23,7 @@ from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import InstanceState
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.service.interface import (
+    COMPUTED_PHASES,
     GpuActivity,
     InstanceActivity,
     KvShapeActivity,
@@ -37,7 +39,9 @@ from appliance.worker.fragmentation import KvMeter, by_shape, fragmentation, tog
 from appliance.worker.frames import PoolReport
 from appliance.worker.process import WorkerProcess
 
-COMPUTED = (Stage.RUNNING, Stage.PREFILLING)
+PHASES: Final[Mapping[Stage, str]] = {Stage.READY: "preempted"}
+"""The phase of a request, where that is not the name of its stage: "ready" says too little of one
+that waits for its next turn."""
 
 
 class InstanceActivities:
@@ -125,6 +129,14 @@ class ModelActivities:
         self._groups = groups
         self._clock = clock
 
+    def all_cards(self) -> list[ModelCard]:
+        return list(chain.from_iterable(map(self.cards, self._catalogue.names())))
+
+    def card(self, name: ModelName) -> ModelCard:
+        """Raises `ModelNotFound`."""
+        base = self._catalogue.base_of(name)
+        return next(card for card in self.cards(base) if card.id == name)
+
     def cards(self, name: ModelName) -> list[ModelCard]:
         """A model as clients see it, and the same with each of its adapters."""
         card = self._card(name)
@@ -150,15 +162,18 @@ class ModelActivities:
         )
 
     def one(self, name: ModelName) -> ModelActivity:
+        """Also of a model that is being removed. Raises `ModelNotFound`."""
+        if name not in self._catalogue.removing:
+            self._catalogue.find(name)
         mine = [r for r in self._machine.requests.values() if r.model == name]
-        running = sum(r.stage in COMPUTED for r in mine)
+        running = sum(phase_of(r.stage) in COMPUTED_PHASES for r in mine)
         return self._activity_of(name, running, len(mine) - running)
 
     def all(self) -> tuple[ModelActivity, ...]:
         """All of them, for which every request is looked at once."""
         live = self._machine.requests.values()
         total = Counter([request.model for request in live])
-        running = Counter([request.model for request in live if request.stage in COMPUTED])
+        running = Counter([r.model for r in live if phase_of(r.stage) in COMPUTED_PHASES])
         return tuple(
             self._activity_of(name, running[name], total[name] - running[name])
             for name in self._catalogue.served
@@ -226,6 +241,11 @@ class ModelActivities:
         return order[best].value
 
 
+def phase_of(stage: Stage) -> str:
+    """What the API calls it."""
+    return PHASES.get(stage, stage.value)
+
+
 def request_activity(machine: Machine, name: RequestId, now: float) -> RequestActivity:
     """A live request. Raises `RequestNotFound`."""
     state = machine.requests.get(name)
@@ -235,7 +255,7 @@ def request_activity(machine: Machine, name: RequestId, now: float) -> RequestAc
         id=state.id,
         model=state.model,
         request_class=state.spec.request_class,
-        phase=state.stage.value,
+        phase=phase_of(state.stage),
         age_seconds=now - state.arrived,
         prompt_tokens=state.spec.prompt_tokens,
         output_tokens=state.generated,

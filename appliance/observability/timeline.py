@@ -12,6 +12,7 @@ from functools import singledispatchmethod
 
 import msgspec
 
+from appliance.observability.span_history import SpanHistory
 from appliance.service.interface import Decision, Span, SpanKind
 from appliance.vocabulary import (
     BuildModel,
@@ -40,7 +41,7 @@ from appliance.vocabulary import (
 )
 
 KEPT = 48
-"""Timeline of each instance that are over: a dashboard that begins to look sees so far back."""
+"""Finished spans of each instance in a snapshot; `SpanHistory` has those before."""
 MOST_REQUESTS = 64
 """Named in a span, at most."""
 MOST_PLANNED = 8
@@ -90,6 +91,7 @@ class Timeline:
         steps: spans under way are moved, finished ones are not. `explain` says what led to a
         command that was given just now."""
         self.work = {instance: Work() for instance in instances}
+        self.history = SpanHistory()
         self._explain = explain
         self._offset_now = offset
         self._offset = offset()
@@ -311,16 +313,16 @@ class Timeline:
         began = span.began_unix_seconds
         if seconds is not None:
             began = min(end, max(began, end - seconds))
-        self._over[span.instance].append(
-            msgspec.structs.replace(
-                span,
-                began_unix_seconds=began,
-                ended_unix_seconds=end,
-                outcome=outcome,
-                steps=steps,
-                moved_bytes=moved_bytes,
-            )
+        over = msgspec.structs.replace(
+            span,
+            began_unix_seconds=began,
+            ended_unix_seconds=end,
+            outcome=outcome,
+            steps=steps,
+            moved_bytes=moved_bytes,
         )
+        self._over[span.instance].append(over)
+        self.history.add(over)
         if span.kind in COMPUTING:
             self.work[span.instance].busy_seconds += end - began
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -438,7 +438,9 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[str, ...] = ()
     """Of instances that can have it, in the order of the configuration; none if it has none."""
     running: int = 0
+    """Live requests that are computed (`COMPUTED_PHASES`)."""
     waiting: int = 0
+    """All other live requests, those that wait for the turn of their key included."""
     draining: bool = False
     """Whether new requests are refused."""
     load_requested: bool = False
@@ -455,10 +457,15 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     facts: ModelFacts | None = None
 
 
+COMPUTED_PHASES: Final = frozenset({"prefilling", "running"})
+"""A live request whose phase is one of these is running. All others are waiting: every view, every
+count of a model and `appliance ps` mean the same by that."""
+
+
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True):
     """A live request. `phase` is where it is on its way: ``waiting`` (for the turn of its key),
-    ``unplaced``, ``queued``, ``prefilling``, ``ready`` (between turns) or ``running``; `reason`
-    says why it is not computed now."""
+    ``unplaced``, ``queued``, ``prefilling``, ``running``, ``preempted`` (between turns) or
+    ``paused`` (its client does not read); `reason` says why it is not computed now."""
 
     id: RequestId
     model: ModelName
@@ -532,8 +539,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     after: str
     hook: str | None = None
     policy: str | None = None
-    plan: tuple[tuple[ModelName, float], ...] = ()
-    """The turns that were to follow this one: models, and seconds."""
+    plan: tuple[tuple[ModelName, float | None], ...] = ()
+    """The turns that were to follow this one: models, and their quotas in seconds; no quota for
+    those that are planned anew when their time has come."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -572,6 +580,16 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[RequestActivity, ...]
     spans: tuple[Span, ...] = ()
     """What instances computed and moved lately, by number."""
+
+
+class SpanPage(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``GET /api/timeline``: spans that are over, by number."""
+
+    spans: tuple[Span, ...]
+    before: int | None
+    """What to ask with next, for those that came before; None if there are no more."""
+    kept_since_unix_seconds: float | None
+    """The end of the newest span that is not kept any more; None if all are kept."""
 
 
 class InstanceVerification(msgspec.Struct, frozen=True, kw_only=True):
@@ -641,6 +659,10 @@ class Watch(Protocol):
         """Raises `RequestNotFound`."""
 
     def snapshot(self) -> Snapshot: ...
+
+    def timeline(self, since: float, until: float, before: int | None) -> SpanPage:
+        """The newest spans that are over, of which some part is between two times (Unix seconds);
+        `before` is that of the page before."""
 
     def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
         """What happens after the event of this number. None replaces what was missed: a

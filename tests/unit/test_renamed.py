@@ -25,6 +25,7 @@ RENAMED = {
     r'= "held"|`held`': "paused",
     r'state[`": ]+"?stored\b': "cold",
     r"\broster\b": "membership_version",
+    r"phase[`\": =]+ready\b": "preempted",
     r"appliance[./]conformance": "appliance.testing",
 }
 """What it was, as a pattern, and what it is."""
@@ -55,7 +56,13 @@ def test_the_changelog_tells_every_new_name() -> None:
         assert name in changelog
     for name in ("appliance_request_model_load_seconds", "slow_client", "`window`", "ClusterView"):
         assert name in changelog
-    for name in ("`slack_target`", "`max_lateness_seconds`", "`membership_version`", "`paused`"):
+    for name in (
+        "`slack_target`",
+        "`max_lateness_seconds`",
+        "`membership_version`",
+        "`paused`",
+        "`preempted`",
+    ):
         assert name in changelog
     for name in ("`cold`", "`removing`", "`model_load_requested`", "`model_evict_requested`"):
         assert name in changelog

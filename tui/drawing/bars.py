@@ -9,6 +9,7 @@ from rich.cells import cell_len, set_cell_size
 from textual import events
 from textual.message import Message
 
+from tui.counts import count
 from tui.drawing.amounts import duration
 from tui.drawing.canvas import Canvas, Line, plain
 from tui.messages import DaemonSource
@@ -55,16 +56,15 @@ class Header(Canvas):
             if ready.get("ok")
             else ("NOT READY: " + "; ".join(ready.get("reasons", ())), f"bold {theme.bad}")
         )
-        instances, requests = state.rows("instances"), state.rows("requests")
+        instances, counts = state.rows("instances"), count(state)
         up = sum(row.get("state") == "up" for row in instances.values())
-        running = sum(row["phase"] in ("running", "prefilling") for row in requests.values())
         age = duration(max(0.0, context.now - tree.get("started_unix_seconds", context.now)))
         left = [
             (f" appliance {tree.get('version', '')} ", theme.strong),
             text,
             (f" · {up}/{len(instances)} up", "" if up == len(instances) else theme.bad),
             (f" · {len(state.rows('models'))} models", ""),
-            (f" · {len(requests)} requests, {running} running", ""),
+            (f" · {counts.running} running, {counts.waiting} waiting", ""),
             (f" · {age} · {source.name} ", theme.dim),
         ]
         self.paint([spread(left, right, self.size.width)])
@@ -129,17 +129,25 @@ class Tabs(Canvas):
 
 
 class Hints(Canvas):
-    """The keys that matter most here."""
+    """The keys that matter most here, as many as there is room for; `?` shows all of them."""
 
     def show(self, context: ViewContext, view: View, *, readonly: bool) -> None:
         keys = [("?", "help"), (":", "command")]
-        if view.sorts():
-            keys += [("/", "filter"), ("s", "sort"), ("Enter", "detail")]
         keys += [(key, text) for key, text in view.help]
         if not readonly:
             keys += [(action.key, action.name) for action in view.actions]
-        keys.append(("q", "quit"))
-        line: Line = []
-        for key, text in keys:
-            line += [(f" {key}", f"bold {context.theme.accent}"), (f" {text} ", context.theme.dim)]
-        self.paint([line])
+        if view.sorts():
+            keys += [("/", "filter"), ("s", "sort"), ("Enter", "detail")]
+        keys.insert(1, ("q", "quit"))
+        self.paint([_fitting(keys, self.size.width, context)])
+
+
+def _fitting(keys: Sequence[tuple[str, str]], width: int, context: ViewContext) -> Line:
+    """Whole hints only: a key is never without its word."""
+    line: Line = []
+    for key, text in keys:
+        hint: Line = [(f" {key}", f"bold {context.theme.accent}"), (f" {text} ", context.theme.dim)]
+        if cell_len(plain(line)) + cell_len(plain(hint)) > width:
+            break
+        line += hint
+    return line

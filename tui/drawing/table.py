@@ -11,6 +11,7 @@ from textual import events
 from textual.app import ComposeResult
 
 from tui.drawing.canvas import Canvas, Line
+from tui.drawing.folding import folded
 from tui.messages import Document
 from tui.view import View, ViewContext
 
@@ -38,7 +39,7 @@ class TableView(View):
     """Rows of the state, by key. Columns that do not fit are left out, the last ones first; a text
     that has some room is cut."""
 
-    columns: ClassVar[tuple[Column, ...]]
+    columns: tuple[Column, ...]
     first_sort: ClassVar[tuple[str, bool] | None] = None
     """Title of the column that it is sorted by at first, and whether downwards; None for the order
     of the rows."""
@@ -146,7 +147,7 @@ class TableView(View):
             else:
                 lines.append([(mark, context.theme.warn), *line])
         if not self._all and (why := self.nothing(context)):
-            lines.append([(f" {why}", context.theme.dim)])
+            lines += folded([[(f" {why}", context.theme.dim)]], width)
         self._canvas.paint(lines)
 
     def _fitting(self, width: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from tui.views.overview import OverviewView
 from tui.views.policies import PoliciesView
 from tui.views.requests import RequestsView
 from tui.views.timeline import TimelineView
+from tui.views.usage import UsageView
 
 VIEWS: tuple[type[View], ...] = (
     OverviewView,
@@ -26,5 +27,6 @@ VIEWS: tuple[type[View], ...] = (
     ConfigView,
     EventsView,
     KeysView,
+    UsageView,
     ChatView,
 )

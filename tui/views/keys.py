@@ -98,6 +98,7 @@ class KeysView(TableView):
     """In the order in which they were made, unless they are sorted. No secret is among them."""
 
     title = "Keys"
+    ended = "revoked"
     names = ("keys", "key", "k")
     asks = (Ask("GET", PATH, 5.0),)
     columns = (

@@ -34,7 +34,7 @@ def _lately(name: str) -> Any:
 
 def _marks(key: str, row: Document, context: ViewContext) -> str:
     pinned = row.get("terms", {}).get("pinned", False)
-    marks = {"pin": pinned, "drain": row.get("draining"), "want": row.get("load_requested")}
+    marks = {"pin": pinned, "drain": row.get("draining"), "load": row.get("load_requested")}
     return ",".join(mark for mark, holds in marks.items() if holds)
 
 
@@ -119,6 +119,7 @@ class ModelsView(TableView):
     """In the order of the catalogue, unless they are sorted."""
 
     title = "Models"
+    ended = "removed"
     names = ("models", "m")
     help = (("c", "chat"),)
     columns = (

@@ -1,15 +1,18 @@
-"""Overview: what every instance runs and what its memory holds; SLO targets met; who waits."""
+"""Overview: SLO targets, instances and their memory; where there is room, models and requests."""
 
 from __future__ import annotations
 
 from textual import events
 from textual.app import ComposeResult
 
+from tui.counts import count, runs
 from tui.drawing.amounts import divide, duration, rate, share, size, sparkline
 from tui.drawing.canvas import Canvas, Line
+from tui.drawing.listing import listing
 from tui.messages import Document
 from tui.view import View, ViewContext, details
-from tui.views.models import attainment_style, tokens_per_second
+from tui.views.models import ModelsView, attainment_style, tokens_per_second
+from tui.views.requests import RequestsView
 
 RATE_SECONDS = 10.0
 SPARK_SECONDS = 2.0
@@ -18,6 +21,8 @@ LABEL = 9
 KINDS = ("weights", "KV", "prefetched", "graphs", "free")
 GLYPHS = {"weights": "█", "KV": "▓", "prefetched": "▒", "graphs": "▚", "free": "·"}
 """Different without colours, too."""
+MODEL_COLUMNS = ModelsView.columns
+REQUEST_COLUMNS = RequestsView.columns
 
 
 def memory(row: Document) -> dict[str, int]:
@@ -82,6 +87,7 @@ class OverviewView(View):
             lines.extend(block)
         if (more := len(blocks) - self._top - fit) > 0 and len(lines) < height:
             lines.append([(f"{more} more below", context.theme.dim)])
+        lines += self._listings(context, width, height - len(lines))
         self._canvas.paint(lines)
 
     # --- the appliance ---------------------------------------------------------------------------
@@ -92,20 +98,21 @@ class OverviewView(View):
         models = state.rows("models")
         speeds = {key: tokens_per_second(key, row, context) for key, row in models.items()}
         attained = _attainment(models, speeds)
-        requests = state.rows("requests").values()
-        waiting = [row for row in requests if row["phase"] in ("waiting", "unplaced", "queued")]
-        oldest = max((context.now - row["arrived_unix_seconds"] for row in waiting), default=0.0)
+        counts = count(state)
         first: Line = [
             ("SLO ", theme.dim),
             (share(attained) or "no tokens", attainment_style(attained, context)),
             (" of the last minute", theme.dim),
-            (f"   {rate(sum(speeds.values()))}", theme.strong),
+            (f"  {rate(sum(speeds.values()))}", theme.strong),
             (" tokens/s", theme.dim),
-            (f"   {len(waiting)}", theme.strong if waiting else ""),
-            (" wait", theme.dim),
+            (f"  {counts.running}", theme.strong if counts.running else ""),
+            (" running", theme.dim),
+            (f"  {counts.waiting}", theme.strong if counts.waiting else ""),
+            (" waiting", theme.dim),
         ]
-        if waiting:
-            first.append((f", the oldest {duration(oldest)}", theme.warn if oldest > 10 else ""))
+        if counts.oldest_arrived is not None:
+            oldest = max(0.0, context.now - counts.oldest_arrived)
+            first.append((f", oldest {duration(oldest)}", theme.warn if oldest > 10 else ""))
         legend: Line = [("memory ", theme.dim)]
         styles = (theme.weights, theme.kv, theme.prefetched, theme.graphs, theme.dim)
         for kind, style in zip(KINDS, styles, strict=True):
@@ -175,6 +182,20 @@ class OverviewView(View):
         ]
         return [head, memory_line, history, []]
 
+    # --- models and requests -------------------------------------------------------------------
+
+    def _listings(self, context: ViewContext, width: int, room: int) -> list[Line]:
+        """The busiest models, and the requests that wait longest; half of the room each, or more
+        where the other ones need less."""
+        models, requests = _busiest(context), _oldest(context)
+        for_models = min(len(models) + 1, max(room // 2, room - len(requests) - 2))
+        lines = listing(MODEL_COLUMNS, models, (width, for_models), "in Models", context)
+        if not lines:
+            return []
+        size = width, room - len(lines) - 1
+        below = listing(REQUEST_COLUMNS, requests, size, "in Requests", context)
+        return [*lines, [], *below]
+
     # --- keys ------------------------------------------------------------------------------------
 
     def current(self) -> tuple[str, Document] | None:
@@ -209,6 +230,23 @@ class OverviewView(View):
     def on_resize(self) -> None:
         if self._view_context is not None:
             self.show(self._view_context)
+
+
+def _busiest(context: ViewContext) -> list[tuple[str, Document]]:
+    """All models: those with most requests first, then those that are closest to serving."""
+    order = {"loaded": 0, "loading": 1}
+    return sorted(
+        context.state.rows("models").items(),
+        key=lambda one: (-one[1]["running"] - one[1]["waiting"], order.get(one[1]["state"], 2)),
+    )
+
+
+def _oldest(context: ViewContext) -> list[tuple[str, Document]]:
+    """All live requests: those that wait first, then by their age."""
+    return sorted(
+        context.state.rows("requests").items(),
+        key=lambda one: (runs(one[1]), one[1]["arrived_unix_seconds"]),
+    )
 
 
 def _busy(key: str, context: ViewContext) -> float:

@@ -27,7 +27,7 @@ def waits_for(key: str, row: Document, context: ViewContext) -> str | None:
 
 def _phase_style(phase: Any, context: ViewContext) -> str:
     theme = context.theme
-    return {"running": theme.good, "prefilling": theme.accent, "ready": theme.warn}.get(
+    return {"running": theme.good, "prefilling": theme.accent, "preempted": theme.warn}.get(
         phase, theme.dim
     )
 
@@ -41,6 +41,7 @@ class RequestsView(TableView):
     """The oldest first, unless they are sorted."""
 
     title = "Requests"
+    ended = "finished"
     names = ("requests", "r")
     columns = (
         Column("MODEL", member("model"), style=lambda value, context: context.model_style(value)),
@@ -52,7 +53,7 @@ class RequestsView(TableView):
         Column("ID", lambda key, row, context: key),
         Column("CLASS", member("request_class")),
         Column("PROMPT", member("prompt_tokens"), right=True),
-        Column("MOST", member("max_tokens"), right=True),
+        Column("MAX TOKENS", member("max_tokens"), right=True),
         Column("KV", member("kv")),
     )
     actions = (Action("K", "cancel", "cancel requests", _cancel, "Cancel {}? Clients see it."),)

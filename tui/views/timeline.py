@@ -11,11 +11,13 @@ from collections import defaultdict
 from datetime import datetime
 from typing import NamedTuple
 
+from rich.cells import cell_len
 from textual import events
 from textual.app import ComposeResult
 
 from tui.drawing.amounts import duration, size
 from tui.drawing.canvas import Canvas, Line
+from tui.history import PastSpans
 from tui.messages import Document
 from tui.view import View, ViewContext
 
@@ -28,11 +30,24 @@ MARKS = {
     "turn": "", "prefill": "▸", "build": "+", "fill": "=", "load": "↓", "prefetch": "⇣",
     "swap_in": "↓", "swap_out": "↑",
 }  # fmt: skip
-ZOOMS = (2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+ZOOMS = (2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
 FIRST_ZOOM = 4
 LABEL = 10
 TICK_CELLS = 14
-LEGEND = "▸ prompt  ↓ in  ↑ out  ⇣ prefetch  = from disk  + engine"
+LEGEND = "▸ prefill  ↓ in  ↑ out  ⇣ prefetch  = from disk  + engine  · not kept"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+"""Of models, in the order in which they were met: what is too short for a name has its letter."""
+LEAST_BAR = 3
+"""Cells of a span that is drawn by itself; of shorter ones each cell shows what took most of it."""
+UNKNOWN = "·"
+CHOSEN_SHARE = 2.0
+"""What is chosen is seen, whatever else is in its cells."""
+EDGE_SHARE = 0.5
+"""Of a cell, for the beginning of a bar: it is seen unless something else took most of the cell."""
+LEAST_SHARE = 1e-6
+"""Of a cell: what took no time is seen where nothing else is."""
+MORE = 4
+"""Cells for how many models more there are."""
 
 
 class Lane(NamedTuple):
@@ -40,6 +55,15 @@ class Lane(NamedTuple):
 
     instance: str
     name: str
+
+
+class Bar(NamedTuple):
+    """What is drawn in cells: a text from the `first` one on, or one glyph for each."""
+
+    first: int
+    text: str
+    model: str
+    chosen: bool
 
 
 class TimelineView(View):
@@ -61,6 +85,8 @@ class TimelineView(View):
         self._top = 0
         self._chosen: str | None = None
         """Number of a span."""
+        self._past = PastSpans()
+        self._fetching = False
 
     def compose(self) -> ComposeResult:
         yield self._canvas
@@ -74,8 +100,9 @@ class TimelineView(View):
         self._lane = max(0, min(self._lane, len(self._lanes) - 1))
         cells, seconds = max(10, width - LABEL), ZOOMS[self._zoom]
         right = self._edge(context, cells)
+        self._look_back(context, right - seconds, right)
         drawn = self._drawn(context, right - seconds, right)
-        room = max(1, height - 2)
+        room = max(1, height - 3)
         self._top = min(self._top, self._lane, max(0, len(self._lanes) - room))
         self._top = max(self._top, self._lane - room + 1)
         lines = [self._axis(context, right, seconds, cells)]
@@ -86,10 +113,34 @@ class TimelineView(View):
                 [*self._title(context, lane, here=here),
                  *self._bars(context, spans, right - seconds, seconds / cells, cells)]
             )  # fmt: skip
-        while len(lines) < height - 1:
+        while len(lines) < height - 2:
             lines.append([])
+        lines.append(_letters(context, drawn, width))
         lines.append([(LEGEND, context.theme.dim)])
         self._canvas.paint(lines)
+
+    def _look_back(self, context: ViewContext, left: float, right: float) -> None:
+        """Ask for what went on before the dashboard was opened, with some more around it."""
+        if self._fetching or not self.source.live:
+            return
+        if self._past.lacks(context.state, left, right):
+            self._fetching = True
+            around = right - left
+            until = min(right + around, context.now)
+            self.run_worker(self._fetch(max(0.0, left - around), until))
+
+    async def _fetch(self, since: float, until: float) -> None:
+        try:
+            await self._past.fetch(self.source, since, until)
+        finally:
+            self._fetching = False
+        if self._view_context is not None:
+            self.show(self._view_context)
+
+    def _spans(self, context: ViewContext) -> dict[str, Document]:
+        """All that are known, by number."""
+        past, state = self._past.spans, context.state.spans
+        return {**past, **state} if past else state
 
     def _edge(self, context: ViewContext, cells: int) -> float:
         """The time at the right edge: one at which a cell ends, so that what is over stays as it is
@@ -103,7 +154,7 @@ class TimelineView(View):
     ) -> defaultdict[Lane, list[Document]]:
         """Spans that are seen, by lane, the earliest first."""
         drawn: defaultdict[Lane, list[Document]] = defaultdict(list)
-        for span in context.state.spans.values():
+        for span in self._spans(context).values():
             ended = span.get("ended_unix_seconds", context.now)
             if ended >= left and span["began_unix_seconds"] <= right:
                 drawn[_lane(span)].append(span)
@@ -129,25 +180,52 @@ class TimelineView(View):
     def _bars(
         self, context: ViewContext, spans: list[Document], left: float, per_cell: float, cells: int
     ) -> Line:
-        """A lane: each span as long as it took, with its model on it where there is room."""
-        texts = [" "] * cells
-        styles = [""] * cells
+        """A lane. Each cell belongs to what took most of it: a span of some cells, with its model
+        on it, or all short spans of a kind and a model together."""
+        unknown = int((self._past.known_since(context.state) - left) / per_cell)
+        owners: list[Bar | None] = [None] * cells
+        shares: defaultdict[int, dict[Bar, float]] = defaultdict(dict)
         for span in spans:
-            first = int((span["began_unix_seconds"] - left) / per_cell)
-            last = int((span.get("ended_unix_seconds", context.now) - left) / per_cell)
-            begins, first, last = first >= 0, max(0, first), min(last, cells - 1)
-            length = last - first + 1
-            if length <= 0:
+            begin = (span["began_unix_seconds"] - left) / per_cell
+            end = (span.get("ended_unix_seconds", context.now) - left) / per_cell
+            first, last = max(0, int(begin)), min(int(end), cells - 1)
+            if last < first:
                 continue
-            mark = MARKS[span["kind"]]
-            edge = "│" if begins and (length > 2 or not mark) else ""
-            label = (edge + mark + str(span["model"]))[:length].ljust(length)
-            chosen = str(span["number"]) == self._chosen
-            colour = context.model_style(span["model"])
-            style = f"bold underline {colour}" if chosen else f"reverse {colour}"
-            texts[first : last + 1] = label
-            styles[first : last + 1] = [style] * length
+            bar = self._bar(span, first, last, begins=begin >= 0)
+            owners[first + 1 : last] = [bar] * (last - first - 1)
+            for cell in {first, last}:
+                share = max(min(end, cell + 1) - max(begin, cell), LEAST_SHARE)
+                share += (
+                    EDGE_SHARE * (cell == first and len(bar.text) > 1) + CHOSEN_SHARE * bar.chosen
+                )
+                shares[cell][bar] = shares[cell].get(bar, 0.0) + share
+        for cell, found in shares.items():
+            winner = max(found, key=found.__getitem__)
+            if owners[cell] is None or winner.chosen:
+                owners[cell] = winner
+        texts, styles = [" "] * cells, [""] * cells
+        for cell, owner in enumerate(owners):
+            if owner is not None:
+                texts[cell] = owner.text[cell - owner.first] if len(owner.text) > 1 else owner.text
+                colour = context.model_style(owner.model)
+                styles[cell] = f"{'bold underline' if owner.chosen else 'reverse'} {colour}"
+            elif cell < unknown:
+                texts[cell], styles[cell] = UNKNOWN, context.theme.dim
         return _merged(texts, styles)
+
+    def _bar(self, span: Document, first: int, last: int, *, begins: bool) -> Bar:
+        model, mark = str(span["model"]), MARKS[span["kind"]]
+        assert self._view_context is not None
+        letter = _letter(model, self._view_context)
+        chosen = str(span["number"]) == self._chosen
+        length = last - first + 1
+        if length < LEAST_BAR:
+            return Bar(0, mark or letter, model, chosen)
+        edge = "│" if begins else ""
+        name = edge + mark + model
+        if len(name) > length:
+            name = edge + mark + letter
+        return Bar(first, name.ljust(length), model, chosen)
 
     def status(self) -> str:
         return "" if self._right is None else "paused"
@@ -157,11 +235,11 @@ class TimelineView(View):
     def current(self) -> tuple[str, Document] | None:
         if self._view_context is None or self._chosen is None:
             return None
-        span = self._view_context.state.spans.get(self._chosen)
+        span = self._spans(self._view_context).get(self._chosen)
         return None if span is None else (self._chosen, span)
 
     def detail(self, key: str, context: ViewContext) -> list[Line] | None:
-        span = context.state.spans.get(key)
+        span = self._spans(context).get(key)
         return None if span is None else described(span, context)
 
     def _choose(self, by: int) -> None:
@@ -170,12 +248,14 @@ class TimelineView(View):
         if context is None or not self._lanes:
             return
         lane = self._lanes[self._lane]
-        numbers = [number for number, span in context.state.spans.items() if _lane(span) == lane]
+        spans = self._spans(context)
+        numbers = [number for number, span in spans.items() if _lane(span) == lane]
+        numbers.sort(key=int)
         if not numbers:
             return
         place = numbers.index(self._chosen) + by if self._chosen in numbers else len(numbers) - 1
         self._chosen = numbers[max(0, min(place, len(numbers) - 1))]
-        self._bring_into_sight(context.state.spans[self._chosen], context)
+        self._bring_into_sight(spans[self._chosen], context)
 
     def _bring_into_sight(self, span: Document, context: ViewContext) -> None:
         right = context.now if self._right is None else self._right
@@ -204,7 +284,10 @@ class TimelineView(View):
             self.show(self._view_context)
 
     def _zoom_by(self, by: int) -> None:
+        """What is chosen stays in sight."""
         self._zoom = max(0, min(self._zoom + by, len(ZOOMS) - 1))
+        if self._view_context is not None and (chosen := self.current()) is not None:
+            self._bring_into_sight(chosen[1], self._view_context)
 
     def _pan(self, by: float) -> None:
         if self._view_context is not None:
@@ -249,6 +332,25 @@ class TimelineView(View):
             self.show(self._view_context)
 
 
+def _letter(model: str, context: ViewContext) -> str:
+    return LETTERS[context.state.numbers.get(model, 0) % len(LETTERS)]
+
+
+def _letters(context: ViewContext, drawn: dict[Lane, list[Document]], width: int) -> Line:
+    """The letters and colours of the models that are seen, as many as there is room for."""
+    models = {str(span["model"]) for spans in drawn.values() for span in spans}
+    order = sorted(models, key=lambda model: context.state.numbers.get(model, 0))
+    line: Line = []
+    room = width - MORE
+    for place, model in enumerate(order):
+        room -= cell_len(model) + 5
+        if room < 0:
+            return [*line, (f"+{len(order) - place}", context.theme.dim)]
+        style = context.model_style(model)
+        line += [(f" {_letter(model, context)} ", f"reverse {style}"), (f" {model} ", style)]
+    return line
+
+
 def _lane(span: Document) -> Lane:
     return Lane(str(span["instance"]), LANE_OF.get(span["kind"], LANES[0]))
 
@@ -273,7 +375,7 @@ def described(span: Document, context: ViewContext) -> list[Line]:
     facts: list[tuple[str, str]] = [
         ("what", f"{kind} of {span['model']} on instance {span['instance']}"),
         ("began", f"{duration(max(0.0, context.now - began))} ago"),
-        ("took", duration(took) + (" so far" if ended is None else f", then {span['outcome']}")),
+        ("took", duration(took) + (" so far" if ended is None else f", ended: {span['outcome']}")),
     ]
     if "quota_seconds" in span:
         facts.append(("quota", duration(span["quota_seconds"])))
@@ -292,7 +394,7 @@ def described(span: Document, context: ViewContext) -> list[Line]:
     if decision:
         facts.append(("after", str(decision["after"])))
     if decision.get("plan"):
-        turns = ", ".join(f"{model} {duration(quota)}" for model, quota in decision["plan"])
+        turns = ", ".join(f"{model} {duration(quota)}".strip() for model, quota in decision["plan"])
         facts.append(("then", turns))
     lines: list[Line] = [[(f"{name:12}", theme.accent), (text, "")] for name, text in facts]
     for title, members in (("batch", span.get("requests")), ("prompts", span.get("prompts"))):
@@ -304,5 +406,5 @@ def described(span: Document, context: ViewContext) -> list[Line]:
 
 def _request(name: str, context: ViewContext) -> Line:
     row = context.state.rows("requests").get(name)
-    status = "over" if row is None else f"{row['phase']}, {row['output_tokens']} tokens"
+    status = "finished" if row is None else f"{row['phase']}, {row['output_tokens']} tokens"
     return [(f"  {status}", context.theme.dim)]

@@ -18,6 +18,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
 from appliance.api.admin.events import KEEP_ALIVE, WatchResponse, last_seen, server_sent
+from appliance.api.admin.timeline import timeline_routes
 from appliance.http.errors import BadRequest
 from appliance.service.event_log import NoticeKind
 from appliance.service.interface import Snapshot, Span, Watch
@@ -47,7 +48,7 @@ def watch_routes(service: Watch, keep_alive_seconds: float) -> list[HTTPRouteHan
     """Server-sent: ``state``, then ``delta`` as often as `every` seconds say and with the events
     `AT_ONCE`, and all events between, with their numbers. Who comes back with ``Last-Event-ID``
     hears of the events that it missed, after a new ``state``; if they are not kept any more, that
-    state says so."""
+    state says so. What is older than a state, `GET /api/timeline` has."""
 
     @get("/api/watch", operation_id="watch")
     async def watch(request: Request[Any, Any, Any]) -> ASGIResponse:
@@ -55,7 +56,7 @@ def watch_routes(service: Watch, keep_alive_seconds: float) -> list[HTTPRouteHan
         silence = min(keep_alive_seconds, LONGEST_SILENCE_SECONDS)
         return WatchResponse(_watched(service, last_seen(request), every, silence))
 
-    return [watch]
+    return [watch, *timeline_routes(service)]
 
 
 def _seconds(text: str | None) -> float:

@@ -36,6 +36,7 @@ from appliance.service.interface import (
     ModelActivity,
     RequestActivity,
     Snapshot,
+    SpanPage,
 )
 from appliance.service.policy_overview import PolicyReport
 from appliance.service.policy_report import PolicyChoice
@@ -131,6 +132,11 @@ class Operation:
     """Headers of the request that mean something, and the schema of each."""
     text: bool = False
     """Whether a success is a line of text."""
+
+
+def _unix_seconds(about: str) -> dict[str, Any]:
+    """The schema of a time."""
+    return {"type": "number", "minimum": 0, "description": f"{about} Unix seconds."}
 
 
 OPERATIONS: Final = (
@@ -258,6 +264,16 @@ OPERATIONS: Final = (
     Operation(
         "get", "/api/events", "Everything at one time, and what happens from then on.", None,
         headers=_LAST_EVENT,
+    ),
+    Operation(
+        "get", "/api/timeline", "What instances computed and moved in the last half hour.",
+        SpanPage,
+        query={
+            "since": _unix_seconds("What was over before is left out."),
+            "until": _unix_seconds("What began after that is left out."),
+            "before": {"type": "integer", "minimum": 0, "description": "As the last page has it."},
+        },
+        refusals=(CANNOT_BE_READ,),
     ),
     Operation(
         "get", "/api/watch", "The state, then what changes of it, and what happens.", None,

@@ -27,6 +27,7 @@ from appliance.service.event_log import NoticeKind
 from appliance.service.front_frames import FrontModel
 from appliance.service.generation import RequestStream
 from appliance.service.interface import (
+    COMPUTED_PHASES,
     AskedSlo,
     GenerationFailed,
     InstanceActivity,
@@ -1551,3 +1552,25 @@ async def test_models_name_the_groups_that_can_have_them(
     box = make_box(groups=groups, instances=3, only={"b": frozenset({1, 2})})
 
     assert [model.groups for model in box.daemon.activity().models] == named
+
+
+@pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon", "appliance"])
+async def test_models_count_the_requests_that_are_listed(make_box: MakeBox, policy: str) -> None:
+    """At any moment, as many of each model run and wait as the list of requests has."""
+    box = make_box("ab", policy=policy)
+    box.start()
+    for number in range(6):
+        box.ask(f"r{number}", "ab"[number % 2], output=5)
+    phases = set()
+    more = True
+    while more:
+        snapshot = box.daemon.snapshot()
+        phases |= {request.phase for request in snapshot.requests}
+        for model in snapshot.status.models:
+            mine = [one.phase for one in snapshot.requests if one.model == model.model]
+            assert model.running == sum(phase in COMPUTED_PHASES for phase in mine)
+            assert model.waiting == len(mine) - model.running
+            assert box.daemon.model_activity(model.model).waiting == model.waiting
+        more = box.work()
+
+    assert phases >= {"queued", "prefilling", "preempted", "running"}

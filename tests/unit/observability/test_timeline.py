@@ -207,3 +207,17 @@ def test_the_time_of_day_follows_steps_of_the_wall_clock() -> None:
     assert still == over
     assert (prompt.began_unix_seconds, prompt.ended_unix_seconds) == (5003.0, 5005.0)
     assert spans.work[0].busy_seconds == 2.0
+
+
+async def test_an_outlook_has_no_quota(make: Maker) -> None:
+    """What is planned anew when its time has come is named without a time; the turn has its own."""
+    box = make("ab", policy="appliance")
+    box.start()
+    for name in "ab":
+        box.ask(name, name, output=50)
+    box.settle()
+    turns = spans(box, SpanKind.TURN)
+    plans = [one.decision.plan for one in turns if one.decision is not None]
+
+    assert {quota for plan in plans for _, quota in plan} == {None}
+    assert all(one.quota_seconds for one in turns)

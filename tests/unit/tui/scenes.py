@@ -23,7 +23,7 @@ def span(
 
 DECISION = {
     "after": "TurnEnded", "hook": "round", "policy": "appliance",
-    "plan": [["qwen-a", 0.4], ["llama-b", 0.3]],
+    "plan": [["qwen-a", 0.4], ["llama-b", None]],
 }  # fmt: skip
 
 
@@ -58,20 +58,21 @@ def spans() -> dict[str, Document]:
 
 
 def pool() -> Document:
+    phases = ("preempted", "running", "running", "preempted", "running", "queued")
     stages = ("loaded", "loaded", "loaded", "cold", "loading", "cold")
     lately = {
         "attainment": 0.997, "ttft_p50_seconds": 0.42, "ttft_p99_seconds": 2.4,
         "tbt_p50_seconds": 0.021, "tbt_p99_seconds": 0.12,
     }  # fmt: skip
     models = {
-        name: model(name, state=stage, residency={"0": stage, "1": "cold"}, running=number % 3,
-                    waiting=number % 2, output_tokens=1000 * number)
-        for number, (name, stage) in enumerate(zip(MODELS, stages, strict=True))
+        name: model(name, state=stage, residency={"0": stage, "1": "cold"},
+                    running=int(phase == "running"), waiting=int(phase != "running"),
+                    output_tokens=1000 * number)
+        for number, (name, stage, phase) in enumerate(zip(MODELS, stages, phases, strict=True))
     }  # fmt: skip
     models["llama-a"] |= {"window": lately, "terms": {"pinned": True}}
     models["llama-b"] |= {"window": lately | {"attainment": 0.93}, "draining": True}
     models["phi-mini"] |= {"window": lately | {"attainment": 0.41}, "residency": {"1": "loaded"}}
-    phases = ("ready", "running", "running", "ready", "running", "queued")
     requests = [
         request(f"chat-{number}", MODELS[number % 6], phase=phase, instance=number % 2,
                 arrived_unix_seconds=NOW - 30 + 5 * number, output_tokens=37 * (5 - number))
@@ -315,6 +316,22 @@ def keys() -> Document:
     return {"keys": rows}
 
 
+def usage() -> Document:
+    """Of three keys, one of which has a budget."""
+    rows = [
+        {"key": key, "model": model, "requests": 40 * tokens, "input_tokens": 9000 * tokens,
+         "cached_tokens": 700 * tokens, "output_tokens": 2100 * tokens,
+         "gpu_seconds": 61.5 * tokens, "waiting_seconds": 7.25 * tokens}
+        for tokens, (key, model) in enumerate(
+            [("", "qwen-a"), ("alice", "llama-a"), ("nightly@ci", "llama-a"), ("web", "llama-a")], 1
+        )
+    ]  # fmt: skip
+    budget = {"key": "web", "tokens_per_month": 1_000_000, "spent_tokens": 44_400,
+              "renews": "2023-12-01"}  # fmt: skip
+    return {"by": ["key", "model"], "since": "2023-10-15", "until": "2023-11-14", "rows": rows,
+            "total": None, "budgets": [budget]}  # fmt: skip
+
+
 def loaded() -> Told:
     """A pool that works: its counters went up in the last seconds."""
     before, tree = NOW - 20, pool()
@@ -349,4 +366,5 @@ def loaded() -> Told:
     source.answers["POST", "/api/config/check"] = config_check()
     source.answers["GET", "/v1/batches?limit=100"] = batches()
     source.answers["GET", "/api/keys"] = keys()
+    source.answers["GET", "/api/usage?by=key,model&since=30d"] = usage()
     return source

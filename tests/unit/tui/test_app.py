@@ -235,7 +235,7 @@ async def test_detail_is_kept_up_to_date() -> None:
         assert "4711" in seen(app)
         source.say(delta({"requests": {"chat-0": None}}))
         await settle(app)
-        assert "it is gone" in seen(app)
+        assert "finished" in seen(app)
         assert "4711" in seen(app)
         await press(app, "escape")
         assert not isinstance(app.screen, TextDialog)

@@ -457,7 +457,9 @@ async def talked(app: Dashboard, source: Told) -> None:
     await settle(app)
     second = await ask(app, source, "And [who] decides?")
     second.begin("chat-10")
-    row = request("chat-10", "qwen-a", phase="ready", output_tokens=6, arrived_unix_seconds=NOW - 2)
+    row = request(
+        "chat-10", "qwen-a", phase="preempted", output_tokens=6, arrived_unix_seconds=NOW - 2
+    )
     row["reason"] = {"code": "other_model", "instance": 0, "behind": "llama-b"}
     source.say(delta({"requests": {"chat-10": row}}))
     second.say("A policy: it is asked", NOW + 0.9)

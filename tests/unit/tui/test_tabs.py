@@ -1,4 +1,4 @@
-"""The line of tabs: eleven views have room at 80 columns, whichever is on the screen."""
+"""The line of tabs: twelve views have room at 80 columns, whichever is on the screen."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ async def test_a_long_status_is_cut() -> None:
     async with dashboard(loaded()) as app:
         await press(app, "4", "/", *("llama|qwen" * 8), "enter")
         line = screen(app)[1]
-        assert "4 Models (4 of 6, /llama|qwenllama|qwe…)  5 R" in line
-        assert line.endswith(" 9 E 0 K C")
+        assert "4 Models (4 of 6, /llama|qwenllama|q…)  5 R" in line
+        assert line.endswith(" 9 E 0 K U C")
         assert len(line) == 80

@@ -17,14 +17,17 @@ from tests.unit.tui.bench import (
     compare,
     dashboard,
     delta,
+    model,
     press,
+    request,
     screen,
     seen,
     settle,
     state,
     tree,
 )
-from tests.unit.tui.scenes import loaded, maps, slabs
+from tests.unit.tui.scenes import MODELS, loaded, maps, slabs
+from tui.app import KEYS
 from tui.drawing.theme import THEMES
 from tui.messages import DaemonRefused
 from tui.recording import read_recording
@@ -67,7 +70,7 @@ async def test_the_overview_says_it_all() -> None:
     async with dashboard(loaded(), size=(120, 30)) as app:
         page = seen(app)
         for words in (
-            "tokens/s", "1 wait, the oldest 5.0s", "90GiB of 128GiB", "0 mixed", "up qwen-a",
+            "tokens/s", "3 waiting, oldest 30s", "90GiB of 128GiB", "0 mixed", "up qwen-a",
             "90% busy", "switches/s", "1GiB/s moved", "61°C 405 W", "49GiB of 68GiB",
             "llama-a 20GiB",
         ):  # fmt: skip
@@ -78,6 +81,75 @@ async def test_the_overview_says_it_all() -> None:
         await press(app, "down", "enter")
         assert "phi-mini" in seen(app)
         assert "4712" in seen(app)
+
+
+async def test_the_overview_has_models_and_requests() -> None:
+    """Where there is room: the busiest models, and of requests those first that wait longest."""
+    async with dashboard(loaded(), size=(160, 48)) as app:
+        lines = [line.split() for line in screen(app)]
+        models = lines.index(next(line for line in lines if line[:2] == ["MODEL", "STATE"]))
+        requests = lines.index(next(line for line in lines if line[:2] == ["MODEL", "PHASE"]))
+        assert {line[0] for line in lines[models + 1 : models + 7]} == set(MODELS)
+        assert [line[1] for line in lines[requests + 1 : requests + 7]] == [
+            "preempted", "preempted", "queued", "running", "running", "running",
+        ]  # fmt: skip
+        assert "other model qwen-a" in " ".join(lines[requests + 1])
+        assert "chat-0" in lines[requests + 1]
+
+
+async def test_a_small_overview_counts_what_it_has_no_room_for() -> None:
+    async with dashboard(loaded(), size=(80, 24)) as app:
+        page = seen(app)
+        assert "MAX TOKENS" not in page
+        assert "4 more in Models" in page
+        assert "more in Requests" in page
+
+
+async def test_many_models_leave_room_for_requests() -> None:
+    """And a few requests give theirs to models."""
+    waiting = [request(f"r{n}", "m0", phase="queued") for n in range(90)]
+    for rows, in_models in ((waiting, 73), (waiting[:2], 58)):
+        tall = tree(requests=rows) | {"models": {f"m{n}": model(f"m{n}") for n in range(90)}}
+        async with dashboard(Told(state(tall)), size=(160, 48)) as app:
+            assert f"{in_models} more in Models" in seen(app)
+            assert ("more in Requests" in seen(app)) == (rows is waiting)
+            assert screen(app)[-3].split()[0] in ("m0", "73")
+
+
+@pytest.mark.parametrize("view", [view.names[0] for view in VIEWS])
+async def test_nothing_is_cut_at_80_columns(view: str) -> None:
+    """The last line has whole hints; each line of the help is read to its end."""
+    async with dashboard(loaded(), size=(80, 24)) as app:
+        app.show_view(view)
+        await settle(app)
+        hints = screen(app)[-1]
+        assert hints.startswith(" ? help  q quit")
+        words = {text for _, text in app.view.help} | {one.name for one in app.view.actions}
+        words |= {"help", "quit", "command", "filter", "sort", "detail"}
+        assert {hint.split(" ", 1)[1] for hint in hints.strip().split("  ")} <= words | {
+            f"{key.split(' ', 1)[1]} {text}" for key, text in app.view.help if " " in key
+        }
+        texts = [text for _, text in (*KEYS, *app.view.help)]
+        texts += [one.help for one in app.view.actions]
+        texts += [one.help for one in app.commands().values()]
+        await press(app, "?")
+        read = []
+        for _ in range(12):
+            read += [line[5:-5].strip("│ ") for line in screen(app)[1:-1]]
+            await press(app, "pagedown")
+        page = " ".join(" ".join(read).split())
+        assert [text for text in texts if " ".join(text.split()) not in page] == []
+
+
+async def test_a_request_that_has_ended_is_finished() -> None:
+    """Its detail says so, and keeps what was known last."""
+    async with dashboard(source := loaded(), size=(100, 30)) as app:
+        await command(app, "requests")
+        await press(app, "enter")
+        source.say(delta({"requests": {"chat-0": None}}, NOW + 1))
+        await settle(app)
+        assert "finished" in seen(app)
+        assert "llama-a" in seen(app)
 
 
 async def test_a_gpu_without_sensors_is_an_instance() -> None:
@@ -150,7 +222,7 @@ async def test_models_show_how_they_fare() -> None:
     async with dashboard(loaded(), size=(160, 20)) as app:
         await command(app, "models")
         row = next(line for line in screen(app) if "llama-a" in line)
-        cells = ["llama-a", "loaded", "0", "0", "0", "0", "99.7%", "420ms", "21ms", "pin"]
+        cells = ["llama-a", "loaded", "0", "0", "1", "0", "99.7%", "420ms", "21ms", "pin"]
         assert row.split()[:10] == cells
         assert "0↓" in next(line for line in screen(app) if "gemma-a" in line)
 
@@ -201,7 +273,7 @@ async def test_lanes_have_what_was_done() -> None:
         assert "│⇣gemma-a" in load
         assert swap.index("↑") < swap.index("↓")
         assert lines[lane(3)].startswith("  1   run")
-        assert "│phi-mini" in lines[lane(3)]
+        assert "▸│phi-mini" in lines[lane(3)]
 
 
 async def test_a_turn_is_explained() -> None:
@@ -211,9 +283,9 @@ async def test_a_turn_is_explained() -> None:
         await press(app, "left", "left", "enter")
         page = seen(app)
     for words in (
-        "turn of llama-a on instance 0", "7.6s, then quota", "quota       7.0s", "170, 45ms each",
-        "appliance, asked for round", "TurnEnded", "qwen-a 400ms, llama-b 300ms", "batch (2)",
-        "chat-0  ready, 185 tokens",
+        "turn of llama-a on instance 0", "7.6s, ended: quota", "quota       7.0s", "170, 45ms each",
+        "appliance, asked for round", "TurnEnded", "qwen-a 400ms, llama-b", "batch (2)",
+        "chat-0  preempted, 185 tokens",
     ):  # fmt: skip
         assert words in page
 
@@ -250,7 +322,7 @@ async def test_zoom_and_pan() -> None:
         await press(app, *["+"] * 12)
         assert screen(app)[2].split()[0].startswith("2.0s")
         await press(app, *["-"] * 12)
-        assert screen(app)[2].split()[0].startswith("10m40s")
+        assert screen(app)[2].split()[0].startswith("30m00s")
         await press(app, "<")
         assert "paused" in screen(app)[2]
         await press(app, ">")
