@@ -175,16 +175,16 @@ class Outlooks:
                 groups[model].append(group)
             else:
                 groups[model] = [group]
-        batches: dict[ModelName, BatchView | None] = {b.model: b for b in view.batches}
+        batches = {batch.model: batch for batch in view.batches}
         expect, resident = self._expectations.of, view.resident
         parts: dict[ModelName, Part] = {}
         for model, its in groups.items():
             expected = expect(model, now, costs)
-            batch, here = batches.get(model), model in resident
+            decoding, here = batches.get(model), model in resident
             part = before.get(model)
-            if part is None or not part.holds(now, batch, its, expected, here):
-                work = self._work(now, model, batch, its, expected, here, condition)
-                part = Part(batch, its, expected, here, work)
+            if part is None or not part.holds(now, decoding, its, expected, here):
+                work = self._work(now, model, decoding, its, expected, here, condition)
+                part = Part(decoding, its, expected, here, work)
             parts[model] = part
         works = {model: part.work for model, part in parts.items()}
         return Outlook(view, works, condition, parts)
@@ -288,8 +288,8 @@ class Outlooks:
     def _in_gap(
         self, group: GroupView, due: float, margin: float, gap: float
     ) -> tuple[float, float]:
-        """When prompts are due, and how long before that they should run, beside streams that have
-        a longest gap."""
+        """When prompts are due, and how long before that they should run, next to streams that
+        have a longest gap."""
         if not group.resumed:
             due = min(due, group.arrived + PROMPTS_IN_GAPS * group.slo.ttft_seconds)
         return due, min(margin, self._terms.margin * gap)
