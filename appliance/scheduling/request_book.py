@@ -13,6 +13,7 @@ from typing import Final
 from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.demand import Demands
+from appliance.scheduling.holds import Holds
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.state import RequestState, SchedulingContext
 from appliance.vocabulary import (
@@ -45,6 +46,8 @@ class RequestBook:
         disk: DiskLedger,
     ) -> None:
         self.live: dict[RequestId, RequestState] = {}
+        self.holds = Holds()
+        """Requests that the policy holds, of those that no instance has."""
         self.host_queue: dict[RequestId, None] = {}
         """Requests that wait for room in the host tier, the longest waiting first."""
         self.paused: dict[RequestId, RequestState] = {}
@@ -157,6 +160,13 @@ class RequestBook:
             self.unplace(request)
         self.displaced[request.id] = shape
 
+    def accept(self, request: RequestState) -> None:
+        """An instance takes the request on: the policy can neither refuse nor hold it any more."""
+        self.holds.leave(request)
+        if not request.accepted:
+            request.accepted = True
+            self._demands.taken_on(request.spec.key)
+
     def unplace(self, request: RequestState) -> None:
         """Take the request off its instance."""
         assert request.instance is not None, "it is placed"
@@ -175,6 +185,10 @@ class RequestBook:
         request.to_stage(Stage.DONE)
         del self.live[request.id]
         self._demands.ended(request.model, request.generated)
+        if request.accepted:
+            self._demands.let_go(request.spec.key)
+        self.holds.leave(request)
+        self.holds.changed = True
         self.host_queue.pop(request.id, None)
         self.paused.pop(request.id, None)
         self.displaced.pop(request.id, None)
