@@ -1,8 +1,8 @@
 """Requests that the policy holds: until when, and which of them are looked at again before.
 
-A held request has no instance. It is looked at again when its time has come; and before that when a
-request ended, and once a second. Requests of one key, model and class wait in a line: where the
-first of a line is held again, so are the others, without a question about each.
+A held request has no instance. It is looked at again when its time has come, and sooner when
+another request ended. Requests of one key, model and class wait in a line: where the first of a
+line is held again when a request ended, so are the others, without a question about each.
 """
 
 from __future__ import annotations

@@ -327,8 +327,8 @@ class Refusal(Word, frozen=True):
 
 class Hold(Word, frozen=True):
     """The request waits until the time `until`, and why, in a few words. Then the question is put
-    again, and sooner if something changed that may let it go on: when a request ended, once a
-    second, or at once if instances, policies or the clock on the wall change. Meanwhile it has no
+    again, and sooner if something changed that may let it go on: a request ended, or instances,
+    policies or the clock on the wall changed. Meanwhile it has no
     instance, and counts as a request that waits: its deadlines pass, its key and its model's queue
     are charged for it, its client may cancel it. `until` is after now, and not after
     `RequestView.hold_limit`, a day after the request came."""

@@ -207,7 +207,6 @@ class Router:
         Whether free instances have to be asked for what they can do."""
         context = self._context
         self.plan_at = context.now + PLAN_SECONDS
-        self._requests.holds.changed = True  # loads of instances, or the time, may have
         again = False
         if short := self._host.short_slabs:
             self._weight_cache.make_kv_room(self._residency.being_read())
