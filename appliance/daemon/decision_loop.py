@@ -64,18 +64,15 @@ class DecisionLoop:
         journal: Journal | None,
         clock: Callable[[], float],
         hands: Hands,
-        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """A policy that is not ours has `policy_seconds` for an answer, as they are when it is
-        loaded. `unix_clock` is the clock on the wall. Raises `PolicyError` if the
-        policies cannot be loaded."""
+        loaded. Raises `PolicyError` if the policies cannot be loaded."""
         self._setup = setup
         self._policy_seconds = policy_seconds
         self._metrics = metrics
         self._feed = feed
         self._journal = journal
         self._clock = clock
-        self._unix_clock = unix_clock
         self._unix_offset = math.nan
         """What the machine adds to its clock for Unix time."""
         self._utc_offset: int | None = None
@@ -137,7 +134,7 @@ class DecisionLoop:
 
     def _watch_wall_clock(self, now: float) -> None:
         """Have the machine hear if the clock on the wall is another one than it believes."""
-        unix = self._unix_clock()
+        unix = time.time()
         moved = not abs(unix - now - self._unix_offset) <= CLOCK_TOLERANCE_SECONDS  # NaN, too
         if moved or unix >= self._zone_until:
             self._zone_until = (unix // ZONE_SECONDS + 1) * ZONE_SECONDS
