@@ -269,8 +269,9 @@ def test_a_key_of_a_table_gets_a_suggestion(site: Path) -> None:
     """However deep it is; of a table of any keys there is nothing to suggest."""
     head, end, kind = HEAD.partition("class Stranger")
     head += (
-        "class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):\n    speed: int = 1\n\n"
-        "class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):\n    inner: Inner = Inner()\n\n"
+        "class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):\n    pass\n\n"
+        "class Inner(Table, frozen=True):\n    speed: int = 1\n\n"
+        "class Outer(Table, frozen=True):\n    inner: Inner = Inner()\n\n"
     )
     body = (
         "    outer: 'Outer' = Outer()\n    shares: 'dict[str, int]' = {}\n"

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from appliance.scheduling.holds import LINES_LOOKED_AT, SHORTEST_HOLD_SECONDS
 from appliance.scheduling.policy_api import MAX_HOLD_SECONDS, Hold, LocalClock, Refusal, RequestView
+from appliance.scheduling.request_book import LINES_LOOKED_AT, SHORTEST_HOLD_SECONDS
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     ClockSet,
