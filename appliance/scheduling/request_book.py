@@ -2,8 +2,8 @@
 tier and on disk.
 
 A held request has no instance. It is looked at again when its time has come, and sooner when
-another request ended. Requests of one key, model and class wait in a line: where the first of a line is
-held again when a request ended, so are the others, without a question about each.
+another request ended. Requests of one key, model and class wait in a line: where the first of a
+line is held again when a request ended, so are the others, without a question about each.
 
 KV that leaves a device without room in the host tier is given up: its request is *displaced*, and
 computed again from its tokens once there is room (decision 46). So is KV that cannot be read from

@@ -187,15 +187,49 @@ def test_a_policy_that_holds_for_no_time_is_asked_after_a_pause() -> None:
 
 
 def test_many_prolonged_holds_take_little_memory() -> None:
-    """Alarms of holds that were prolonged are forgotten."""
-    cluster = built(lambda now: Hold(until=now + 1000.0))
-    cluster.ask("a1", "a")
+    """Alarms of holds that were prolonged are forgotten, also behind one that is over first."""
+
+    def prefill(now: float, request: RequestView) -> Hold | None:
+        if request.model == "b":
+            return None
+        return Hold(until=500.0 if request.key == "near" else now + 1000.0)
+
+    cluster = built(prefill)
+    cluster.ask("near", "a", key="near")
+    cluster.ask("far", "a")
     for number in range(300):
         cluster.ask(f"b{number}", "b")
         cluster.cancel(f"b{number}")
 
     assert cluster.machine.request_book.holds.alarms < 100
     assert cluster.machine.next_deadline() is not None
+
+
+def test_an_alarm_of_a_hold_that_was_prolonged_asks_nothing() -> None:
+    """When time makes a leap, and another hold is over before."""
+    far = 1.5
+    asked: list[str] = []
+
+    def prefill(now: float, request: RequestView) -> Hold | None:
+        asked.append(request.id)
+        if request.model == "b" or now >= 1.0:
+            return None
+        return Hold(until=1.0 if request.key == "near" else far)
+
+    cluster = built(prefill)
+    cluster.ask("near", "a", key="near")
+    cluster.ask("far", "a")
+    far = 5.0
+    cluster.ask("b1", "b")
+    cluster.cancel("b1")
+    asked.clear()
+
+    cluster.now = 2.0
+    cluster.tell(Ticked())
+
+    assert asked == ["near"]
+    pass_to(cluster, 5.0)
+    assert asked == ["near", "far"]
 
 
 def test_cancelled_and_rejected_requests_are_held_no_more() -> None:
