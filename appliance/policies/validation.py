@@ -89,10 +89,10 @@ def prefill(
 ) -> str | None:
     """A place in the queue of an instance that was offered, a refusal, or a hold until a time after
     now and not after `RequestView.hold_limit`."""
-    if type(answer) is Hold or type(answer) is Refusal:
-        if not _is_text(answer.reason):
-            return f"{shown(answer.reason)} is no reason"
-        return None if type(answer) is Refusal else _hold(answer, now, request)
+    if type(answer) is Refusal:
+        return _reason(answer.reason)
+    if type(answer) is Hold:
+        return _reason(answer.reason) or _hold(answer, now, request)
     if type(answer) is not PrefillChoice:
         return f"a choice, a refusal or a hold, not {shown(answer)}"
     found = _offered(answer.instance, instances)
@@ -106,6 +106,10 @@ def prefill(
     if groups[answer.group].model != request.model:
         return f"group {answer.group} is of another model"
     return None
+
+
+def _reason(reason: object) -> str | None:
+    return None if _is_text(reason) else f"{shown(reason)} is no reason"
 
 
 def _hold(answer: Hold, now: float, request: RequestView) -> str | None:
