@@ -219,6 +219,19 @@ async def test_the_machine_hears_when_the_clock_is_set(
     assert [event.unix_seconds for event in clocks[1:]] == [berlin[0] - 120.0, berlin[0]]
 
 
+async def test_a_drain_ends_what_is_held(make_box: MakeBox, berlin: list[float]) -> None:
+    """As it ends every request that still waits when its time is over."""
+    box = make_box(kind=NightSetup)
+    box.start()
+    held = box.ask("r1", "a", key="nightly")
+
+    await box.daemon.drain(0.0)
+
+    with pytest.raises(GenerationFailed) as caught:
+        await tokens_of(held)
+    assert (caught.value.code, caught.value.status) == ("shutting_down", 503)
+
+
 class Movers:
     """A policy whose only instance for prompts changes; requests decode on the first. Who came
     last goes first."""
