@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from appliance.scheduling.policy_api import Hold
 from appliance.testing import check
 from appliance.testing.loading import find
 from appliance.vocabulary import FinishReason, RequestClass
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.plugins.policy_views import request_view
 
 ROOT = Path(__file__).parents[3]
@@ -87,14 +90,34 @@ def test_batch_work_begins_at_night(tmp_path: Path) -> None:
     assert not trial.faults
 
 
-def test_the_evening_s_scenario_names_both_policies(tmp_path: Path) -> None:
-    """Its table asks the night first, then the one that decides if nothing is set."""
+@pytest.mark.thorough
+def test_the_command_of_the_page_compares_both(tmp_path: Path) -> None:
+    """With the policy installed as pip leaves it."""
+    (command,) = blocks("sh")
     (tmp_path / "evening.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    (tmp_path / "lengths.csv").write_text(LENGTHS, encoding="utf-8")
+    policy("night", tmp_path)
+    metadata = tmp_path / "night" / "appliance_policy_night-0.1.0.dist-info"
+    metadata.mkdir()
+    about = "Metadata-Version: 2.1\nName: appliance-policy-night\nVersion: 0.1.0\n"
+    (metadata / "METADATA").write_text(about)
+    entry = "[appliance.policies]\nnight = appliance_night:Night\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    path = os.pathsep.join([str(tmp_path / "night"), str(ROOT)])
 
-    scenario = read(tmp_path / "evening.toml")
+    result = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
 
-    assert list(scenario.contender("night").use) == ["night", "appliance"]
-    assert list(scenario.contender("appliance").use) == ["appliance"]
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^ *night ", result.stdout, re.MULTILINE), result.stdout
+    assert re.search(r"^ *appliance ", result.stdout, re.MULTILINE), result.stdout
 
 
 def test_a_customer_gets_a_share_however_many_requests_another_one_has(tmp_path: Path) -> None:
