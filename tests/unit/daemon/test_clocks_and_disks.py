@@ -41,7 +41,7 @@ WALL_CLOCK = {
     "service/event_log.py": "when something happened",
 }
 """Where the time of day is asked for, and what it is told for: never to measure, nor to decide, but
-for the autopilot, which remembers hours of the week, and for policies that go by the time of day."""
+for the autopilot, which remembers hours of the week, and policies that go by the time of day."""
 
 
 @pytest.fixture
