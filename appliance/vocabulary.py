@@ -144,6 +144,8 @@ class WaitCode(StrEnum):
     """The appliance is full, and its API key has its turn later."""
     KEY = "key"
     """Its API key has as many sequences at once as it may."""
+    HELD = "held"
+    """The policy holds it until a time."""
 
 
 class WaitReason(Word, frozen=True):
@@ -310,6 +312,8 @@ class RequestSpec(Word, frozen=True):
     request_class: RequestClass = RequestClass.INTERACTIVE
     images: tuple[int, ...] = ()
     """Tokens of each image or sound in the prompt."""
+    key: str = ""
+    """Name of the API key that asks; empty if there is none."""
 
 
 class KvMove(Word, frozen=True):
@@ -569,6 +573,14 @@ class Ticked(Event, frozen=True, kw_only=True):
     """The time that the machine named as its next deadline is there."""
 
 
+class ClockSet(Event, frozen=True, kw_only=True):
+    """The clock on the wall shows `unix_seconds` (Unix time) now, and local time is so many seconds
+    ahead of UTC. It goes on from there at the pace of the machine's clock."""
+
+    unix_seconds: float
+    utc_offset_seconds: int
+
+
 # --- commands ------------------------------------------------------------------------------------
 # A worker carries the commands of an instance out in the order given, except `Preempt` and
 # `Release`, which take effect at the next step boundary, and `PrefetchModel`, which goes on in the
@@ -753,6 +765,7 @@ AnyEvent: TypeAlias = (
     | ModelRemoved
     | ModelDropped
     | Ticked
+    | ClockSet
 )
 
 AnyCommand: TypeAlias = (

@@ -66,8 +66,9 @@ def show(url: str, as_json: bool) -> None:
     help="Have another policy make a decision, such as place=prism; repeat it for each.",
 )  # fmt: skip
 @click.option(
-    "--param", "parameters", multiple=True, metavar="NAME.KEY=VALUE",
-    help="Set a parameter, such as aegaeon.q_max_seconds=3; what is not set is as it ships.",
+    "--param", "parameters", multiple=True, metavar="NAME.KEY[.KEY...]=VALUE",
+    help="Set a parameter, such as aegaeon.q_max_seconds=3, or a key of one that is a table; what"
+    " is not set is as it ships.",
 )  # fmt: skip
 @url_option
 @json_option
@@ -79,12 +80,9 @@ def choose(
     as_json: bool,
 ) -> None:
     """Have the policies NAME... decide from now on, asked in this order. Requests go on."""
-    tables: dict[str, dict[str, object]] = {}
+    tables: dict[str, object] = {}
     for key, value in (_pair(parameter, "--param") for parameter in parameters):
-        name, _, field = key.rpartition(".")
-        if not name:
-            raise click.BadParameter(f"{key!r} is not NAME.KEY", param_hint="--param")
-        tables.setdefault(name, {})[field] = _value(value)
+        _set_parameter(tables, key, _value(value))
     given = dict(_pair(decision, "--decision") for decision in decisions)
     body = {"use": names, "decisions": given, "parameters": tables}
     _show(call("PUT", url, PATH, body), as_json)
@@ -112,6 +110,35 @@ def _pair(text: str, option: str) -> tuple[str, str]:
     if not (key and found and value):
         raise click.BadParameter(f"{text!r} has no value", param_hint=option)
     return key, value
+
+
+def _set_parameter(tables: dict[str, object], key: str, value: object) -> None:
+    """Set what a dotted key names, written as in the configuration: a part with other characters
+    than letters, digits, _ and - is in quotation marks."""
+    try:
+        path = _path_of(tomllib.loads(f"{key} = 0"))
+    except tomllib.TOMLDecodeError:
+        path = []
+    if len(path) < 2:
+        wrong = f"{key!r} is not NAME.KEY; put a part with other characters into quotation marks"
+        raise click.BadParameter(wrong, param_hint="--param")
+    table = tables
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise click.BadParameter(f"{key}: {part} has a value already", param_hint="--param")
+        table = inner
+    if isinstance(table.get(path[-1]), dict) and not isinstance(value, dict):
+        raise click.BadParameter(f"{key}: keys of it are set already", param_hint="--param")
+    table[path[-1]] = value
+
+
+def _path_of(table: object) -> list[str]:
+    """The keys of a table in a table, and so on, each the only one."""
+    if not isinstance(table, dict):
+        return []
+    ((key, inner),) = table.items()
+    return [key, *_path_of(inner)]
 
 
 def _value(text: str) -> object:

@@ -88,8 +88,9 @@ from appliance.hookspecs import hookimpl
 from appliance.scheduling.policy_api import Admitted, InstanceView, PlannedTurn
 
 
-class $kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Its parameters, as in the table [policy.$name]. All have a default."""
+class $kind(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Its parameters, as in the table [policy.$name]. All have a default, and none changes: what it
+    remembers are attributes that `__post_init__` makes, and that are no fields."""
 
     api_version: ClassVar[int] = $version
     """Of the hooks it was written for."""

@@ -9,6 +9,7 @@ import click
 
 from appliance.cli.output import json_option, print_json, print_table
 from appliance.client import call, get, url_option
+from appliance.vocabulary import WaitCode
 
 PATH = "/api/requests"
 
@@ -75,11 +76,19 @@ def print_requests(found: list[dict[str, Any]]) -> None:
             f"{row['age_seconds']:.1f}s",
             row["output_tokens"],
             "" if row["instance"] is None else row["instance"],
-            row["reason"]["code"] if row["reason"] else "",
+            _waits_for(row["reason"]),
         ]
         for row in found
     ]
     print_table(["ID", "MODEL", "CLASS", "PHASE", "AGE", "TOKENS", "INSTANCE", "WAITS FOR"], rows)
+
+
+def _waits_for(reason: dict[str, Any] | None) -> str:
+    """The code of a reason; of a hold, until when."""
+    if reason is None:
+        return ""
+    held = reason["code"] == WaitCode.HELD
+    return reason["message"].partition(" by the policy")[0] if held else reason["code"]
 
 
 def _path(request: str) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from typing import Final
 
 import msgspec
 
@@ -29,9 +31,14 @@ from appliance.service.autopilot import Promises
 from appliance.service.event_log import EventLog, NoticeKind
 from appliance.service.interface import Decision, shutting_down
 from appliance.service.policy_report import PolicyChoice, PolicyChosen, PolicyEnabled
-from appliance.vocabulary import Command, Event, InstanceId, Ticked
+from appliance.vocabulary import ClockSet, Command, Event, InstanceId, Ticked
 
 log = logging.getLogger("appliance.daemon")
+
+CLOCK_TOLERANCE_SECONDS: Final = 1.0
+"""The machine is given the clock on the wall anew if what it has of it is off by more."""
+ZONE_SECONDS: Final = 900.0
+"""The offset of local time is looked up so often: zones change it at quarters of an hour."""
 
 
 class Hands(msgspec.Struct, frozen=True):
@@ -66,6 +73,12 @@ class DecisionLoop:
         self._feed = feed
         self._journal = journal
         self._clock = clock
+        self._unix_offset = math.nan
+        """What the machine adds to its clock for Unix time."""
+        self._utc_offset: int | None = None
+        """What it adds to that for local time, as it was looked up, at last"""
+        self._zone_until = -math.inf
+        """before this Unix time."""
         self._hands = hands
         self.policies = PolicyWatch(setup.policy, self._stack(setup), metrics)
         self.machine: Machine = setup.machine(self.policies.stack)
@@ -116,6 +129,21 @@ class DecisionLoop:
 
     def _handle(self, event: Event) -> None:
         now = self._clock()
+        self._watch_wall_clock(now)
+        self._decide(event, now)
+
+    def _watch_wall_clock(self, now: float) -> None:
+        """Have the machine hear if the clock on the wall is another one than it believes."""
+        unix = time.time()
+        moved = not abs(unix - now - self._unix_offset) <= CLOCK_TOLERANCE_SECONDS  # NaN, too
+        if moved or unix >= self._zone_until:
+            self._zone_until = (unix // ZONE_SECONDS + 1) * ZONE_SECONDS
+            utc_offset = time.localtime(unix).tm_gmtoff
+            if moved or utc_offset != self._utc_offset:
+                self._unix_offset, self._utc_offset = unix - now, utc_offset
+                self._decide(ClockSet(unix_seconds=unix, utc_offset_seconds=utc_offset), now)
+
+    def _decide(self, event: Event, now: float) -> None:
         commands: list[Command] = []
         began = time.perf_counter()
         try:

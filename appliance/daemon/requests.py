@@ -319,4 +319,5 @@ def _spec(stream: RequestStream) -> RequestSpec:
         slo=stream.slo,
         request_class=request.request_class,
         images=request.images,
+        key=request.key or "",
     )

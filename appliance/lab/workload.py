@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+import msgspec
 import numpy as np
 
 from appliance.errors import LabError
@@ -33,6 +34,8 @@ class Arrival(Word, frozen=True, kw_only=True):
     """What the client allows; None for all that the context has room for."""
     slo: Slo | None = None
     """Its own; None for that of its model."""
+    key: str = ""
+    """Name of the API key that asks; empty if there is none."""
 
 
 class Lengths:
@@ -108,7 +111,21 @@ def backlog(
     return made
 
 
-_GAPS, _SIZES, _BATCH_GAPS, _BATCH_SIZES, _BACKLOG_SIZES = range(5)
+def with_keys(
+    arrivals: Iterable[Arrival], shares: Mapping[str, float], seed: int
+) -> Iterator[Arrival]:
+    """The requests, each that has no key with one of these; they get shares in proportion."""
+    if not shares:
+        yield from arrivals
+        return
+    names, weights = list(shares), np.array(list(shares.values()))
+    dice = _random(seed, "", _KEYS)
+    for arrival in arrivals:
+        drawn_key = names[int(dice.choice(len(names), p=weights / weights.sum()))]
+        yield arrival if arrival.key else msgspec.structs.replace(arrival, key=drawn_key)
+
+
+_GAPS, _SIZES, _BATCH_GAPS, _BATCH_SIZES, _BACKLOG_SIZES, _KEYS = range(6)
 """Streams of a model."""
 
 
@@ -168,7 +185,7 @@ def _arrival(
 
 
 def read_trace(path: Path, rate_scale: float = 1.0) -> list[Arrival]:
-    """A trace: ``arrival_s,model,prompt_tokens,output_tokens[,class]`` (CSV, may be .gz).
+    """A trace: ``arrival_s,model,prompt_tokens,output_tokens[,class][,key]`` (CSV, may be .gz).
 
     `rate_scale` 2 plays it twice as fast. Raises `LabError` naming the line that is wrong.
     """
@@ -186,6 +203,7 @@ def read_trace(path: Path, rate_scale: float = 1.0) -> list[Arrival]:
                 prompt_tokens=_count(path, row, "prompt_tokens"),
                 output_tokens=_count(path, row, "output_tokens"),
                 request_class=request_class,
+                key=row.get("key") or "",
             )
         )
     return sorted(arrivals, key=lambda arrival: arrival.seconds)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 import msgspec
+import msgspec.inspect
 
 from appliance.errors import ChoiceProblem, PolicyChoiceError, PolicyError, nearest
 from appliance.hookspecs import API_VERSION, ENTRY_POINTS, HOOKS, PROJECT
@@ -28,7 +29,8 @@ FALLBACK = "aegaeon"
 
 _FIELD = re.compile(r"`(?:\$\.)?([A-Za-z0-9_]+)[^`]*`$")
 """Where msgspec names the field at fault."""
-
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)` - at `\$\.(?P<path>[A-Za-z0-9_.]+)`$")
+"""How it names one that a table in the parameters does not have."""
 
 _looking: Final = threading.Lock()
 
@@ -162,6 +164,14 @@ def _make(name: str, entries: Mapping[str, EntryPoint], parameters: Mapping[str,
     try:
         made = msgspec.convert(parameters, kind)
     except msgspec.ValidationError as error:
+        unknown_key = _UNKNOWN.search(str(error))
+        if unknown_key is not None:
+            path = tuple(unknown_key["path"].split("."))
+            wrong = f"policy {name} has no parameter {unknown_key['path']}.{unknown_key['name']}"
+            known = _keys_at(kind, path)
+            raise _UnusableParameter(
+                wrong, (*path, unknown_key["name"]), nearest(unknown_key["name"], known)
+            ) from error
         field = _FIELD.search(str(error))
         remedy = f"correct it or remove it from [policy.{name}]"
         raise _UnusableParameter(str(error), (field[1],) if field else (), remedy) from error
@@ -169,6 +179,15 @@ def _make(name: str, entries: Mapping[str, EntryPoint], parameters: Mapping[str,
         raise PolicyError(f"policy {name} cannot be made: {error!r}") from error
     GuardedPolicy(name, made)  # its hooks exist
     return made
+
+
+def _keys_at(kind: type[msgspec.Struct], path: Sequence[str]) -> list[str]:
+    """The keys of the table at this path in the parameters, as far as they are said."""
+    found = msgspec.inspect.type_info(kind)
+    for key in path:
+        fields = found.fields if isinstance(found, msgspec.inspect.StructType) else ()
+        found = next((f.type for f in fields if f.encode_name == key), msgspec.inspect.AnyType())
+    return [f.encode_name for f in getattr(found, "fields", ())]
 
 
 def _hand_oracle(name: str, policy: object, lengths: Mapping[RequestId, int] | None) -> None:

@@ -33,7 +33,9 @@ from appliance.scheduling.policy_api import (
     Costs,
     DecodingView,
     Fleet,
+    Hold,
     InstanceView,
+    LocalClock,
     Migration,
     Phase,
     Placement,
@@ -91,6 +93,7 @@ class PolicyStack:
         self._questions = 0
         self._expected: dict[tuple[int, str], Missed] = {}
         self._answered: dict[tuple[str, InstanceId | None], str] = {}
+        self._clock = LocalClock()
 
     # --- what became of the questions ------------------------------------------------------------
 
@@ -145,6 +148,9 @@ class PolicyStack:
     # --- the questions ---------------------------------------------------------------------------
     # Policies must not change what they are shown: lists of the machine's become tuples.
 
+    def set_clock(self, clock: LocalClock) -> None:
+        self._clock = clock
+
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         check = partial(validation.place, cluster=cluster)
         return self._ask("place", check, now=now, cluster=cluster, costs=costs)
@@ -155,9 +161,9 @@ class PolicyStack:
 
     def prefill(
         self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
-    ) -> PrefillChoice | Refusal:
+    ) -> PrefillChoice | Refusal | Hold:
         instances = tuple(instances)
-        check = partial(validation.prefill, request=request, instances=instances)
+        check = partial(validation.prefill, now=now, request=request, instances=instances)
         return self._ask(
             "prefill", check, now=now, request=request, instances=instances, costs=costs
         )
@@ -240,6 +246,7 @@ class PolicyStack:
 
     def _ask(self, hook: str, check: Check, **views: object) -> Any:
         """The first answer of the stack that can be used."""
+        views["clock"] = self._clock
         if self._observe is None:
             return self._answer(hook, check, views)
         self._seconds = 0.0

@@ -15,6 +15,7 @@ from appliance.scheduling.policy_api import (
     ClusterView,
     DecodingView,
     Fleet,
+    Hold,
     InstanceView,
     Migration,
     Phase,
@@ -83,12 +84,17 @@ def scale(answer: object, cluster: ClusterView) -> str | None:
     return None
 
 
-def prefill(answer: object, request: RequestView, instances: Sequence[InstanceView]) -> str | None:
-    """A place in the queue of an instance that was offered, or a refusal."""
+def prefill(
+    answer: object, now: float, request: RequestView, instances: Sequence[InstanceView]
+) -> str | None:
+    """A place in the queue of an instance that was offered, a refusal, or a hold until a time after
+    now and not after `RequestView.hold_limit`."""
     if type(answer) is Refusal:
-        return None if _is_text(answer.reason) else f"{shown(answer.reason)} is no reason"
+        return _reason(answer.reason)
+    if type(answer) is Hold:
+        return _reason(answer.reason) or _hold(answer, now, request)
     if type(answer) is not PrefillChoice:
-        return f"a choice or a refusal, not {shown(answer)}"
+        return f"a choice, a refusal or a hold, not {shown(answer)}"
     found = _offered(answer.instance, instances)
     if found is None:
         return _not_offered(answer.instance)
@@ -99,6 +105,17 @@ def prefill(answer: object, request: RequestView, instances: Sequence[InstanceVi
         return f"instance {answer.instance} has no group {shown(answer.group)}"
     if groups[answer.group].model != request.model:
         return f"group {answer.group} is of another model"
+    return None
+
+
+def _reason(reason: object) -> str | None:
+    return None if _is_text(reason) else f"{shown(reason)} is no reason"
+
+
+def _hold(answer: Hold, now: float, request: RequestView) -> str | None:
+    if not _is_number(answer.until) or not now < answer.until <= request.hold_limit:  # nor NaN
+        limit = request.hold_limit
+        return f"a hold is until after now ({now:g}) and until {limit:g}, not {shown(answer.until)}"
     return None
 
 

@@ -119,6 +119,7 @@ class Cluster:
         )
 
     def request_view(self, request: RequestState) -> RequestView:
+        key = request.spec.key
         return RequestView(
             id=request.id,
             model=request.model,
@@ -130,6 +131,8 @@ class Cluster:
             request_class=request.spec.request_class,
             arrived=request.arrived,
             accepted=request.accepted,
+            key=key,
+            key_requests=self._demands.of_key(key) - request.accepted,
         )
 
     def decoding_views(

@@ -38,9 +38,10 @@ class Demand:
 
 
 class Demands:
-    """Every model's demand."""
+    """Every model's demand, and how many requests of each API key instances have."""
 
     def __init__(self, models: Iterable[ModelName]) -> None:
+        self._of_key: dict[str, int] = {}
         self.of = {model: Demand() for model in models}
         self._output_tokens = 0.0
         """Smoothed mean over all models; 0 before any output ended."""
@@ -67,6 +68,20 @@ class Demands:
             demand.batch_tokens_per_second += tokens / WINDOW_SECONDS
         demand.updated = now
         demand.requests += 1
+
+    def of_key(self, key: str) -> int:
+        """Requests of the key that instances took on, and that have not ended."""
+        return self._of_key.get(key, 0)
+
+    def taken_on(self, key: str) -> None:
+        """An instance took a request of the key on."""
+        self._of_key[key] = self._of_key.get(key, 0) + 1
+
+    def let_go(self, key: str) -> None:
+        """A request of the key is over that an instance took on."""
+        self._of_key[key] -= 1
+        if not self._of_key[key]:
+            del self._of_key[key]
 
     def ended(self, model: ModelName, output_tokens: int) -> None:
         """A request of the model is over, after so many tokens."""

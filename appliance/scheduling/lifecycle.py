@@ -16,7 +16,7 @@ class Stage(StrEnum):
     """Where a request is on its way."""
 
     UNPLACED = "unplaced"
-    """No instance can take it now."""
+    """No instance can take it now, or the policy holds it."""
     QUEUED = "queued"
     """In a prefill group."""
     PREFILLING = "prefilling"

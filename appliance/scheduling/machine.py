@@ -25,6 +25,7 @@ from appliance.scheduling.host_room import HostRoom, KvSpill
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.model_lifecycle import ModelLifecycle
 from appliance.scheduling.policy_api import (
+    LocalClock,
     PlannedTurn,
     Policy,
     TurnView,
@@ -44,6 +45,7 @@ from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import (
     ClientBackpressured,
     ClientResumed,
+    ClockSet,
     Command,
     Direction,
     Event,
@@ -198,6 +200,7 @@ class Machine:
             KvSpilled: self._kv_spill.spilled,
             KvRestored: self._kv_spill.restored,
             Ticked: self._on_ticked,
+            ClockSet: self._router.set_clock,
             InstanceUp: self._recovery.up,
             InstanceLost: self._recovery.lost,
             InstanceQuarantined: self._recovery.quarantined,
@@ -241,17 +244,20 @@ class Machine:
         follow at once."""
         self._context.policy = policy
         self._context.now, self._context.out = now, []
+        policy.set_clock(self._context.clock)
         for instance in self.instances.values():
             instance.work.clear()
             instance.resumes = False
         self._again = True
         self._router.plan()
+        self._router.place_held(all_of_them=True)
         return self._work()
 
     def _work(self) -> list[Command]:
         """Give free instances something to do; everything that follows from the event."""
         if self.weight_cache.evict_pending:
             self.weight_cache.reap(self.residency.being_read())
+        self._again |= self._router.place_held()
         while True:
             while self._kv_spill.restore_next():
                 pass
@@ -268,10 +274,15 @@ class Machine:
 
     def next_deadline(self) -> float | None:
         """When time alone changes something, and a `Ticked` is due; None if it does not."""
-        deadline = self.dispatcher.next_cut()
+        deadline = min(self.dispatcher.next_cut(), self.request_book.holds.next_due())
         if self.requests:
             deadline = min(deadline, self._router.plan_at)
         return None if deadline == math.inf else deadline
+
+    @property
+    def clock(self) -> LocalClock:
+        """The clock on the wall, for times of the machine's clock."""
+        return self._context.clock
 
     @property
     def preemptions(self) -> Mapping[ModelName, int]:
@@ -298,8 +309,9 @@ class Machine:
     def oldest_progress(self) -> float | None:
         """When the request that has waited longest last progressed; None without requests. Batch
         work waits rightly while its instance does other work: that counts as progress of it. A
-        request that waits for its client does not count."""
-        waiting = (request for request in self.requests.values() if not request.backpressured)
+        request that waits for its client, or that the policy holds, does not count."""
+        held = self.request_book.holds.of
+        waiting = (r for r in self.requests.values() if not r.backpressured and r.id not in held)
         return min((self._progressed(request) for request in waiting), default=None)
 
     def _progressed(self, request: RequestState) -> float:
@@ -469,6 +481,7 @@ class Machine:
             tokens=job.tokens,
             seconds=event.seconds,
             tbt_seconds=min(targets, default=self.models[event.model].slo.tbt_seconds),
+            number=job.turn,
         )
 
     def _close_job(

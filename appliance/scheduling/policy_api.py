@@ -2,15 +2,21 @@
 
 A view holds only what a policy may know; no view has the true output length. Views of what did not
 change are the same objects from one question to the next, so a question costs what changed since
-the last one. Times are seconds on the machine's clock; estimates come from `Costs`.
+the last one. Estimates come from `Costs`.
+
+Times, `now` and those in views, are seconds on the machine's clock. It is steady: it never goes
+back, whatever is done to the time of day. Its zero means nothing (in a daemon it is about when the
+computer started, in the lab when the run began), so only differences of times mean something. The
+time of day, the date and Unix time come from `LocalClock`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import datetime, time, timedelta, timezone
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from appliance.vocabulary import (
     InstanceClass,
@@ -23,6 +29,10 @@ from appliance.vocabulary import (
     Word,
 )
 
+MAX_HOLD_SECONDS: Final = 86_400.0
+"""A request is held no longer than this after it came, in all."""
+_DAY_SECONDS: Final = 86_400.0
+
 
 class Phase(StrEnum):
     """What an instance does next."""
@@ -32,6 +42,36 @@ class Phase(StrEnum):
 
 
 # --- views ---------------------------------------------------------------------------------------
+
+
+class LocalClock(Word, frozen=True):
+    """The clock on the wall, in the daemon's time zone. Its methods take a time of the machine's
+    clock, such as `now`. Without a daemon, and in a lab whose scenario has no `start`, it is
+    1970-01-01 00:00 UTC when the machine's clock is at 0."""
+
+    unix_offset_seconds: float = 0.0
+    """Unix time when the machine's clock is at 0."""
+    utc_offset_seconds: int = 0
+    """Seconds by which local time is ahead of UTC; it changes with summer time."""
+
+    def unix_seconds(self, now: float) -> float:
+        """Unix time."""
+        return now + self.unix_offset_seconds
+
+    def local(self, now: float) -> datetime:
+        """Local date and time. Its `hour` is 0 to 23, its `weekday()` 0 on Monday."""
+        zone = timezone(timedelta(seconds=self.utc_offset_seconds))
+        return datetime.fromtimestamp(self.unix_seconds(now), zone)
+
+    def next(self, now: float, at: time) -> float:
+        """When, on the machine's clock, the local time of day is `at` the next time after `now`. A
+        change to or from summer time until then moves it by an hour."""
+        local = self.local(now)
+        then = local.replace(
+            hour=at.hour, minute=at.minute, second=at.second, microsecond=at.microsecond
+        )
+        seconds = (then - local).total_seconds()
+        return now + (seconds if seconds > 0 else seconds + _DAY_SECONDS)
 
 
 class RequestView(Word, frozen=True):
@@ -51,11 +91,21 @@ class RequestView(Word, frozen=True):
     request_class: RequestClass
     arrived: float
     accepted: bool = False
+    key: str = ""
+    """Name of the API key that asks; empty if there is none. Requests without a key count as those
+    of one key."""
+    key_requests: int = 0
+    """Other requests of the key that instances have taken on, and that have not ended."""
 
     @property
     def deadline(self) -> float:
         """When its first token is due."""
         return self.arrived + self.slo.ttft_seconds
+
+    @property
+    def hold_limit(self) -> float:
+        """Until when it may be held at most."""
+        return self.arrived + MAX_HOLD_SECONDS
 
 
 class DecodingView(Word, frozen=True):
@@ -146,6 +196,9 @@ class TurnView(Word, frozen=True):
     seconds: float
     tbt_seconds: float
     """The strictest TBT target of its requests."""
+    number: int = 0
+    """Turns of the instance are numbered from 1, in order: a number that was seen before is of a
+    turn that was seen before."""
 
 
 class InstanceView(Word, frozen=True):
@@ -272,6 +325,18 @@ class Refusal(Word, frozen=True):
     reason: str
 
 
+class Hold(Word, frozen=True):
+    """The request waits until the time `until`, and why, in a few words. Then the question is put
+    again, and sooner if something changed that may let it go on: a request ended, or instances,
+    policies or the clock on the wall changed. Meanwhile it has no
+    instance, and counts as a request that waits: its deadlines pass, its key and its model's queue
+    are charged for it, its client may cancel it. `until` is after now, and not after
+    `RequestView.hold_limit`, a day after the request came."""
+
+    until: float
+    reason: str = ""
+
+
 class PlannedTurn(Word, frozen=True):
     """A turn of a round: the model decodes for `quota_seconds` (above 0, at most 1e9).
 
@@ -323,6 +388,9 @@ Admitted: TypeAlias = Sequence[int]
 class Policy(Protocol):
     """The questions of the machine. Answers are valid: implementations have checked them."""
 
+    def set_clock(self, clock: LocalClock) -> None:
+        """Questions are put with this clock from now on."""
+
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         """What each instance is for, in order."""
 
@@ -331,7 +399,7 @@ class Policy(Protocol):
 
     def prefill(
         self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
-    ) -> PrefillChoice | Refusal:
+    ) -> PrefillChoice | Refusal | Hold:
         """Where to prefill a request; `instances` are those that may."""
 
     def decode(

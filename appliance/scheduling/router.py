@@ -14,7 +14,7 @@ from appliance.scheduling.device_room import DeviceRoom
 from appliance.scheduling.dispatcher import Dispatcher
 from appliance.scheduling.host_room import KvSpill
 from appliance.scheduling.lifecycle import KvPlace, Stage
-from appliance.scheduling.policy_api import PrefillChoice, Refusal
+from appliance.scheduling.policy_api import Hold, LocalClock, PrefillChoice, Refusal
 from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import (
@@ -24,7 +24,7 @@ from appliance.scheduling.state import (
     TurnJob,
 )
 from appliance.scheduling.weight_cache import HostWeightCache
-from appliance.vocabulary import ModelName, Release, Role
+from appliance.vocabulary import ClockSet, ModelName, Release, Role
 
 PLAN_SECONDS: Final = 1.0
 """Places and classes are planned as often as this, while there is work."""
@@ -64,7 +64,8 @@ class Router:
 
     def place(self, request: RequestState) -> None:
         """Give the request to an instance: to decode if it has its KV, else to prefill (again).
-        It stays unplaced while no instance is up, and is refused when none will be."""
+        It stays unplaced while no instance is up or the policy holds it, and is refused when no
+        instance will be up."""
         self._requests.displaced.pop(request.id, None)
         if self._cluster.all_quarantined(request.model):
             which = "every instance"
@@ -78,6 +79,7 @@ class Router:
             return
         candidates = self._cluster.candidates(request.spec, Role.PREFILL)
         if not candidates:
+            self._requests.holds.leave(request)  # it is placed as soon as there are any
             return
         candidates = self._with_room(candidates, request) or candidates
         context = self._context
@@ -87,18 +89,51 @@ class Router:
             self._cluster.views(candidates),
             context.costs,
         )
-        if isinstance(choice, Refusal):
+        if not isinstance(choice, PrefillChoice):
             if not request.accepted:
-                self._requests.reject(request, "overloaded", choice.reason)
+                self._turn_away(request, choice)
                 return
             # It was taken on, and may have sent tokens: it goes somewhere, late or not.
             choice = PrefillChoice(instance=candidates[0].id)
-        request.accepted = True
+        self._requests.accept(request)
         instance = self._cluster.instances[choice.instance]
         instance.queue(request, choice.group)
         request.instance = instance.id
         request.to_stage(Stage.QUEUED)
         self._dispatcher.joined(instance, request)
+
+    def _turn_away(self, request: RequestState, answer: Refusal | Hold) -> None:
+        if isinstance(answer, Hold):
+            self._requests.holds.hold(request, answer, self._context.now)
+        else:
+            self._requests.reject(request, "overloaded", answer.reason)
+
+    def place_held(self, *, all_of_them: bool = False) -> bool:
+        """Ask again about the requests whose holds are over, and if something changed about the
+        first of some lines; or about all. Whether any is held no more. O(1) if there is nothing to
+        do."""
+        holds = self._requests.holds
+        changed, holds.changed = holds.changed, False
+        if not holds.of:
+            return False
+        before = len(holds.of)
+        names = [*holds.of] if all_of_them else holds.take_due(self._context.now)
+        self.place_all([self._requests.live[name] for name in names])
+        for line in holds.lines() if changed and not all_of_them else ():
+            for request in holds.firsts(line):
+                self.place(request)
+        return len(holds.of) < before
+
+    def set_clock(self, event: ClockSet) -> bool:
+        """The clock on the wall was set: what is held until a time of day may go on now. Whether
+        anything does."""
+        context = self._context
+        context.clock = LocalClock(
+            unix_offset_seconds=event.unix_seconds - context.now,
+            utc_offset_seconds=event.utc_offset_seconds,
+        )
+        context.policy.set_clock(context.clock)
+        return self.place_held(all_of_them=True)
 
     def _with_room(
         self, candidates: Iterable[InstanceState], request: RequestState

@@ -24,6 +24,7 @@ from appliance.scheduling.policy_api import (
     DecodingView,
     GroupView,
     InstanceView,
+    LocalClock,
     Placement,
     PlannedTurn,
     Policy,
@@ -48,6 +49,8 @@ class SchedulingContext:
     policy: Policy
     costs: Costs
     now: float = 0.0
+    clock: LocalClock = field(default_factory=LocalClock)
+    """What the policy was last given."""
     out: list[Command] = field(default_factory=list)
     """The commands that follow from the event, in order."""
 

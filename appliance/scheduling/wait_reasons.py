@@ -6,6 +6,7 @@ from typing import Final
 
 from appliance.scheduling.lifecycle import EngineStage, KvPlace, Stage
 from appliance.scheduling.machine import Machine
+from appliance.scheduling.policy_api import Hold
 from appliance.scheduling.state import BuildJob, InstanceState, RequestState, TurnJob
 from appliance.vocabulary import WaitCode, WaitReason
 
@@ -28,6 +29,8 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
             message="its KV cache was given up, as the host cache had no room for it, and is "
             "computed again when others leave room",
         )
+    if request.id in machine.request_book.holds.of:
+        return _held(machine, machine.request_book.holds.of[request.id], now)
     if request.instance is None:
         return WaitReason(code=WaitCode.NO_INSTANCE, message="no worker is up that could serve it")
     instance = machine.instances[request.instance]
@@ -71,6 +74,17 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
             behind=request.model,
         )
     return _in_line(request, instance, now)
+
+
+def _held(machine: Machine, hold: Hold, now: float) -> WaitReason:
+    then, today = machine.clock.local(hold.until), machine.clock.local(now)
+    until = f"{then:%H:%M:%S}" if then.date() == today.date() else f"{then:%Y-%m-%d %H:%M:%S}"
+    why = f": {hold.reason}" if hold.reason else ""
+    return WaitReason(
+        code=WaitCode.HELD,
+        message=f"held until {until} by the policy{why}",
+        seconds=max(0.0, hold.until - now),
+    )
 
 
 def _under_way(

@@ -38,6 +38,7 @@ class Asker:
 
     def __init__(self, policy: object) -> None:
         """Raises `PolicyError` for a hook, or an argument of one, that does not exist."""
+        self.policy = policy
         self._callers = hook_callers("policy", policy)
         self._slow = 0
 

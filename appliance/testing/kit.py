@@ -7,8 +7,10 @@ alone with the real machine on simulated instances, where every request has to c
 from __future__ import annotations
 
 import math
+import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
@@ -17,7 +19,7 @@ from appliance.errors import ApplianceError, PolicyError
 from appliance.hookspecs import API_VERSION, HOOKS
 from appliance.policies.guard import BUDGET_SECONDS
 from appliance.policies.validation import shown
-from appliance.scheduling.policy_api import Costs
+from appliance.scheduling.policy_api import Costs, Hold, Refusal
 from appliance.testing.asking import SLOW_SECONDS, Asker, PolicyReply
 from appliance.testing.recorded_calls import asked
 from appliance.testing.rerun import digest_elsewhere, importable, make
@@ -72,6 +74,8 @@ class ConformanceReport(Word, frozen=True):
     hooks: tuple[HookReport, ...]
     findings: tuple[ConformanceFinding, ...]
     ended: int = 0
+    unseen: tuple[str, ...] = ()
+    """What was not tested: questions that were not put to it, and answers that it did not give."""
 
     @property
     def ok(self) -> bool:
@@ -79,8 +83,9 @@ class ConformanceReport(Word, frozen=True):
 
     def __str__(self) -> str:
         """For an assertion's message."""
-        found = "\n".join(str(finding) for finding in self.findings)
-        return found or f"{self.policy}: nothing to object to"
+        found = [str(finding) for finding in self.findings]
+        lines = found or [f"{self.policy}: nothing to object to"]
+        return "\n".join([*lines, *(f"not tested: {what}" for what in self.unseen)])
 
 
 def check(policy: object, *, p99_seconds: float = MACHINE_SECONDS) -> ConformanceReport:
@@ -106,6 +111,9 @@ class _Examination:
         self._valid: Counter[str] = Counter()
         self._seconds: dict[str, list[float]] = {}
         self._ended = 0
+        self._hooks: tuple[str, ...] = ()
+        self._given: set[str] = set()
+        """Kinds of answers that it gave to `prefill`."""
 
     def report(self) -> ConformanceReport:
         if self._loads() and all(self._ask(scene) for scene in SCENES.values()):
@@ -128,7 +136,23 @@ class _Examination:
             hooks=hooks,
             findings=tuple(self._found.values()),
             ended=self._ended,
+            unseen=tuple(self._unseen()),
         )
+
+    def _unseen(self) -> Iterator[str]:
+        """Of the questions that it answers, and of the answers to `prefill` that its module
+        names."""
+        for hook in self._hooks:
+            if not self._asked[hook]:
+                yield f"{hook}: it was never asked"
+            elif not self._answered[hook]:
+                yield f"{hook}: it had no opinion on any of {self._asked[hook]} questions"
+        named = vars(sys.modules.get(self._kind.__module__, object)).values()
+        for kind in (Refusal, Hold):
+            known = any(one is kind for one in named)
+            if "prefill" in self._hooks and known and kind.__name__ not in self._given:
+                asked = self._asked["prefill"]
+                yield f"prefill: it never answered with a {kind.__name__} to {asked} questions"
 
     def _find(self, check: str, message: str, hook: str = "", detail: str = "") -> None:
         """Of the same kind at the same hook the first is kept, and how many there were."""
@@ -170,6 +194,7 @@ class _Examination:
         except Exception as error:
             self._find("parameters", f"it cannot be made: {error!r}")
             return False
+        self._hooks = hooks
         if not hooks:
             self._find("hooks", "it answers no question")
         return bool(hooks)
@@ -186,6 +211,7 @@ class _Examination:
     def _ask(self, scene: Scene) -> bool:
         """Two are asked the same, and have to say the same; False if that takes for ever."""
         first, second = (Asker(make(self._kind, self._parameters, scene)) for _ in range(2))
+        parameters = _parameters_of(first.policy)
         questions = [question for question in asked(scene) if question.hook in first.hooks]
         estimates = _estimates(questions[0], scene) if questions else []
         for question in questions:
@@ -198,6 +224,9 @@ class _Examination:
             if not reply.wrong and reply.answer != again.answer:
                 said = f"{shown(reply.answer)} and {shown(again.answer)}"
                 self._find("determinism", f"two of it, asked the same, said {said}", question.hook)
+        if _parameters_of(first.policy) != parameters:
+            message = "it changed its parameters: make what it remembers in __post_init__"
+            self._find("state", message)
         if questions and _estimates(questions[0], scene) != estimates:
             self._find("mutation", "it changed the estimates")
             asked.cache_clear()
@@ -211,6 +240,7 @@ class _Examination:
         self._seconds.setdefault(hook, []).append(min(reply.seconds, again.seconds))
 
     def _object(self, question: HookCall, reply: PolicyReply) -> None:
+        self._given.add(type(reply.answer).__name__)
         if reply.wrong:
             kind = "exceptions" if reply.trace else "answers"
             self._find(kind, reply.wrong, question.hook, reply.trace)
@@ -252,6 +282,11 @@ class _Examination:
         if digest != played.digest:
             message = "another process decided otherwise: is a set gone through in its order?"
             self._find("determinism", message)
+
+
+def _parameters_of(policy: object) -> bytes:
+    """What its fields are now; anything else that it has is its state."""
+    return msgspec.msgpack.encode(policy, enc_hook=repr)
 
 
 def _estimates(question: HookCall, scene: Scene) -> list[float]:

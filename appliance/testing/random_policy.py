@@ -14,6 +14,7 @@ from appliance.scheduling.policy_api import (
     ClusterView,
     DecodingView,
     Fleet,
+    Hold,
     InstanceView,
     Migration,
     Phase,
@@ -28,6 +29,8 @@ PLAN_SHARE = 0.2
 """Places and classes stay for a while; a cluster that changes every second serves no request."""
 SHARE = 0.5
 """Of the other questions that it answers."""
+HELD_SHARE, MOST_HELD_SECONDS = 0.2, 10.0
+"""So many requests are held, until they came so long ago."""
 
 T = TypeVar("T")
 
@@ -66,10 +69,13 @@ class RandomPolicy:
 
     @hookimpl
     def prefill(
-        self, request: RequestView, instances: Sequence[InstanceView]
-    ) -> PrefillChoice | None:
+        self, now: float, request: RequestView, instances: Sequence[InstanceView]
+    ) -> PrefillChoice | Hold | None:
         if self._passes():
             return None
+        fresh = not request.accepted and now < request.arrived + MOST_HELD_SECONDS
+        if fresh and self._dice.random() < HELD_SHARE:
+            return Hold(until=now + self._dice.choice([0.01, 0.5, 20.0]), reason="dice")
         view = self._dice.choice(instances)
         groups = [n for n, group in enumerate(view.groups) if group.model == request.model]
         return PrefillChoice(instance=view.id, group=self._dice.choice([*groups, None]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.stack import PolicyStack
 from appliance.testing.asking import Asker, PolicyReply
-from appliance.testing.scenes import HookCall, Played, Scene, play
+from appliance.testing.scenes import HookCall, Played, Scene, play, put
 
 
 def ignore(question: HookCall, reply: PolicyReply) -> None:
@@ -33,6 +33,6 @@ def trial(
                 return reply.answer[0] if reply.answer else None
             if reply.answer is not None:
                 return reply.answer
-        return getattr(rest, question.hook)(**question.views)
+        return put(rest, question)
 
     return play(scene, answer)

@@ -43,8 +43,11 @@ are its parameters, named by an entry point of the group `{group}`. It answers t
 questions for which it has a method marked with `appliance.hookspecs.hookimpl`. Such a method
 
 - may leave out arguments that it does not need;
-- gets frozen views, which it cannot change, and holds on to none of them longer than the question:
-  what it wants to remember it keeps in fields of its own;
+- gets frozen views, which it cannot change, and keeps none of them longer than the question: what
+  it remembers is in attributes that `__post_init__` makes, apart from its parameters;
+- gets the time as `now`, seconds on the machine's clock, as are all times in views and answers. It
+  is steady and its zero means nothing. The time of day and the date are in `clock`, a
+  [`LocalClock`](#localclock);
 - returns an answer, or `None` to leave the question to the next policy;
 - decides by its arguments and what it remembers, not by clocks, dice without a seed, files or the
   order of sets: a journal is replayed by asking it again.

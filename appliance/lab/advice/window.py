@@ -181,6 +181,7 @@ def replayed(
         deviation=msgspec.structs.replace(setting.deviation, seed=seed),
         # What the daemon had seen of its box by then; at its start it has seen nothing.
         informed=window.warm_from >= WARMUP_SECONDS,
+        start=setting.start and setting.start.after(window.warm_from),
     )
     trial = play(cut, contender)
     if trial.faults:

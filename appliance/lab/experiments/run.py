@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import EXACT, Deviation
-from appliance.lab.sim.simulator import SimulationRun, simulate
+from appliance.lab.sim.simulator import SimulationRun, Start, simulate
 from appliance.lab.workload import Arrival
 from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.plugins.aegaeon import Aegaeon
@@ -41,6 +41,8 @@ class Setting:
     informed: bool = True
     """Whether policies know the profiles from the beginning; else they have to learn, as in a
     daemon."""
+    start: Start | None = None
+    """What the clock on the wall shows at the beginning."""
 
     def costs(self) -> CostModel:
         """What policies expect before they have seen anything: the profiles."""
@@ -152,6 +154,7 @@ def play(setting: Setting, contender: Contender) -> Trial:
         deviation=setting.deviation,
         swaps=swaps,
         lengths=lengths,
+        start=setting.start,
     )
     machine.check_integrity()
     stacks = [stack, *(successor for _, successor in swaps)]

@@ -11,6 +11,7 @@ import heapq
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,8 @@ from appliance.lab.data_sheet import ModelSizes, estimated, known_sizes
 from appliance.lab.experiments.run import Contender, Setting, System
 from appliance.lab.hardware import Box, GpuSpec, ModelProfile, gpu, profile, profiled
 from appliance.lab.noise import EXACT, Deviation
-from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
+from appliance.lab.sim.simulator import Start
+from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace, with_keys
 from appliance.memory.ceilings.stored import read_ceilings
 from appliance.units import Bytes, Delay, Seconds
 from appliance.vocabulary import ModelName, ModelSpec, RequestClass, Slo
@@ -221,7 +223,7 @@ class Arrivals(ScenarioTable, frozen=True, kw_only=True):
     """``[arrivals]``: requests drawn at a rate with lengths from a file, or a trace."""
 
     trace: str | None = None
-    """Columns ``arrival_s,model,prompt_tokens,output_tokens[,class]``."""
+    """Columns ``arrival_s,model,prompt_tokens,output_tokens[,class][,key]``."""
     rate: Positive | None = None
     """Requests a second of each model."""
     cv: Positive = 1.0
@@ -239,6 +241,9 @@ class Arrivals(ScenarioTable, frozen=True, kw_only=True):
     """So many times the rate, or the trace so many times as fast."""
     max_tokens: Count | None = None
     """What clients allow; without, all that the context has room for."""
+    keys: Mapping[str, Positive] = {}
+    """Names of API keys, and their shares of the requests: ``{ acme = 3, beta = 1 }``. Without
+    them, only requests of a trace with a column ``key`` have one."""
 
 
 class SystemTable(ScenarioTable, frozen=True, kw_only=True):
@@ -297,6 +302,9 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
     duration: Seconds
     warmup: Seconds | None = None
     """Requests that arrive before it is over are served, but not counted."""
+    start: datetime | None = None
+    """What the clock on the wall shows at the beginning: ``2026-11-27T21:55:00``; the local time of
+    UTC if no offset is given. For policies that decide by the time of day."""
     seeds: Annotated[tuple[int, ...], Meta(min_length=1)] = (1,)
     hardware: Hardware
     slo: SloTargets
@@ -348,9 +356,23 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
             models=specs,
             box=box,
             profiles=profiles,
-            arrivals=[self._as_asked(arrival) for arrival in _merged(streams)],
+            arrivals=[
+                self._as_asked(arrival)
+                for arrival in with_keys(_merged(streams), self.arrivals.keys, seed)
+            ],
             seconds=float(self.duration),
             deviation=self._deviation(seed),
+            start=self._start(),
+        )
+
+    def _start(self) -> Start | None:
+        if self.start is None:
+            return None
+        shown = self.start if self.start.tzinfo else self.start.replace(tzinfo=UTC)
+        offset = shown.utcoffset()
+        return Start(
+            unix_seconds=shown.timestamp(),
+            utc_offset_seconds=0 if offset is None else int(offset.total_seconds()),
         )
 
     def _profile(self, kind: str) -> ModelProfile:

@@ -2,7 +2,7 @@
 
 A journal grows to gigabytes. To read its last minutes, their first line is found by bisection, and
 what comes before is only searched for the few kinds of events that say what there is: instances,
-engines, models and policies.
+engines, models, policies and the clock on the wall.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 
 from appliance.journal import Entry
 from appliance.service.policy_report import PolicyChosen
-from appliance.vocabulary import InstanceUp, ModelAdded, ModelBuilt, Word
+from appliance.vocabulary import ClockSet, InstanceUp, ModelAdded, ModelBuilt, Word
 
-LASTING: Final = (InstanceUp, ModelAdded, ModelBuilt, PolicyChosen)
+LASTING: Final = (InstanceUp, ModelAdded, ModelBuilt, PolicyChosen, ClockSet)
 """What stays true, in lines of any age."""
 
 

@@ -33,10 +33,11 @@ from appliance.lab.replay.journal_part import JournalPart, entries
 from appliance.lab.replay.output_lengths import OutputLengths
 from appliance.lab.replay.overheads import ColdPrompt, Overheads
 from appliance.lab.sim.recorder import ComputeSpan, Life, ModelSwitch, Recorder
-from appliance.lab.sim.simulator import SimulationRun
+from appliance.lab.sim.simulator import SimulationRun, Start
 from appliance.lab.workload import Arrival
 from appliance.service.policy_report import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
+    ClockSet,
     Command,
     Event,
     EvictModel,
@@ -118,6 +119,7 @@ class JournalRecording:
                 prompt_tokens=life.prompt_tokens + had[life.number],
                 output_tokens=max(1, life.output_tokens - had[life.number]),
                 request_class=life.request_class,
+                key=life.key,
                 max_tokens=max(1, life.max_tokens - had[life.number]),
                 slo=_after(life.slo, had[life.number]),
             )
@@ -279,6 +281,8 @@ class _Reader:
         """When policies were changed while it ran, and to which."""
         self._lives: dict[RequestId, Life] = {}
         self._began: float | None = None
+        self._clock: Start | None = None
+        """What the clock on the wall showed when the machine's was at 0, as was last reported."""
         self._now = 0.0
         self._events = 0
         self._slabs = 0
@@ -295,6 +299,10 @@ class _Reader:
         if self._began is None and isinstance(event, RequestArrived):
             self._began = now
         self._now = now - (now if self._began is None else self._began)
+        if isinstance(event, ClockSet):
+            self._clock = Start(
+                unix_seconds=event.unix_seconds - now, utc_offset_seconds=event.utc_offset_seconds
+            )
         self._events += 1
         self._overheads.hear(self._now, event, commands, learns=self._learns)
         self._on(event)
@@ -322,6 +330,7 @@ class _Reader:
             prompt_tokens=spec.prompt_tokens,
             output_tokens=0,
             max_tokens=max(1, spec.max_tokens),
+            key=spec.key,
         )
         self.recorder.lives.append(life)
         self._lives[spec.id] = life
@@ -522,6 +531,7 @@ class _Reader:
                     prompt_tokens=life.prompt_tokens,
                     output_tokens=max(1, life.output_tokens),
                     request_class=life.request_class,
+                    key=life.key,
                     max_tokens=life.max_tokens,
                     slo=life.slo,
                 )
@@ -532,7 +542,14 @@ class _Reader:
             kv_floor_slabs=setup.kv_floor_slabs,
             deviation=Deviation(noise=self._noise(profiles)),
             informed=False,
+            start=self._start(),
         )
+
+    def _start(self) -> Start | None:
+        """What the clock on the wall showed at the first request, if that is known."""
+        if self._clock is None or self._began is None:
+            return None
+        return self._clock.after(self._began)
 
     def _noise(self, profiles: Mapping[ModelName, ModelProfile]) -> float:
         """Coefficient of variation of what prompts and turns took, over what they should have."""

@@ -32,6 +32,8 @@ class Life:
     outcome: str | None = None
     """Why it ended (a `FinishReason`, or the code of a `Reject`); None while it has not."""
     ended: float | None = None
+    key: str = ""
+    """Name of the API key that asks; empty if there is none."""
 
     @property
     def kv_tokens(self) -> int:

@@ -28,6 +28,7 @@ from appliance.lab.workload import Arrival
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.policy_api import Policy
 from appliance.vocabulary import (
+    ClockSet,
     Command,
     DropSpilledKv,
     Event,
@@ -43,6 +44,7 @@ from appliance.vocabulary import (
     RestoreKv,
     SpillKv,
     Ticked,
+    Word,
 )
 
 
@@ -55,6 +57,20 @@ class Visit(NamedTuple):
 
 Visitor: TypeAlias = Callable[[float], Visit]
 """Comes at the beginning, and when it said; gets the time of the virtual clock."""
+
+
+class Start(Word, frozen=True):
+    """What the clock on the wall shows when the clock of a run is at 0: Unix time, and the seconds
+    by which local time is ahead of UTC."""
+
+    unix_seconds: float
+    utc_offset_seconds: int = 0
+
+    def after(self, seconds: float) -> Start:
+        """What it shows so much later."""
+        return Start(
+            unix_seconds=self.unix_seconds + seconds, utc_offset_seconds=self.utc_offset_seconds
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +103,7 @@ def simulate(
     swaps: Iterable[tuple[float, Policy]] = (),
     lengths: MutableMapping[RequestId, int] | None = None,
     visitor: Visitor | None = None,
+    start: Start | None = None,
 ) -> SimulationRun:
     """Run the machine on the box from 0 to `until` seconds.
 
@@ -95,10 +112,11 @@ def simulate(
     them with their own times, and the box begins with the orders at 0. At the times of `swaps`
     other policies take over. `lengths` gets the true length of every output when its request
     arrives: for a policy that is an oracle. A `visitor` changes policies by what it sees meanwhile.
+    `start` is what the clock on the wall shows at 0.
     Raises `LabError` when a command asks an instance for what cannot be, and what `Machine.handle`
     raises.
     """
-    simulation = _Simulation(machine, box, profiles, arrivals, deviation, lengths)
+    simulation = _Simulation(machine, box, profiles, arrivals, deviation, lengths, start)
     if visitor is not None:
         simulation.visit(visitor)
     return simulation.run(until, swaps)
@@ -113,6 +131,7 @@ class _Simulation:
         arrivals: Iterable[Arrival],
         deviation: Deviation,
         lengths: MutableMapping[RequestId, int] | None,
+        start: Start | None,
     ) -> None:
         self._machine = machine
         self._box = box
@@ -125,6 +144,7 @@ class _Simulation:
         self._events = 0
         self._order_seconds = box.order_seconds
         self._tick: ScheduledEvent | None = None
+        self._start = start
         wiring = Wiring(self._agenda, box, deviation)
         self._disk = wiring.disk
         self._instances: dict[InstanceId, SimulatedInstance] = {
@@ -169,6 +189,13 @@ class _Simulation:
         for instance in self._instances.values():
             instance.start()
         arrival = next(self._arrivals, None)
+        if self._start is not None:
+            shown = self._start.after(0.0 if arrival is None else min(0.0, arrival.seconds))
+            self._facts.appendleft(
+                ClockSet(
+                    unix_seconds=shown.unix_seconds, utc_offset_seconds=shown.utc_offset_seconds
+                )
+            )
         if arrival is not None and arrival.seconds < 0:
             orders = self._heard(arrival.seconds)
             while arrival is not None and arrival.seconds < 0:
@@ -295,6 +322,7 @@ class _Simulation:
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=min(arrival.output_tokens, limit),
             max_tokens=limit,
+            key=arrival.key,
         )
         self._recorder.lives.append(life)
         self._lives[life.id] = life
@@ -306,6 +334,7 @@ class _Simulation:
             max_tokens=life.max_tokens,
             slo=life.slo,
             request_class=life.request_class,
+            key=life.key,
         )
         self._facts.append(RequestArrived(request=spec))
 

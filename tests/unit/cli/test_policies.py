@@ -196,6 +196,29 @@ async def test_set_show_and_rollback(call: Call, box: Box) -> None:
     assert "no earlier choice" in again.stderr
 
 
+async def test_parameters_may_be_tables(
+    call: Call, box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a key with other characters is in quotation marks, as in the configuration."""
+    monkeypatch.syspath_prepend(tmp_path)
+    body = (
+        "    shares: 'dict[str, int]' = {}\n    hours: 'dict[str, list[int]]' = {}\n"
+        "    @hookimpl\n    def preempt(self):\n        return 0.0\n"
+    )
+    install(tmp_path, "fairish", body)
+
+    done = await call(
+        "set", "fairish", "--param", "fairish.shares.acme=3",
+        "--param", 'fairish.shares."team@x.y"=2', "--param", "fairish.hours.night=[22, 6]",
+    )  # fmt: skip
+
+    assert done.exit_code == 0, done.stderr
+    shown = json.loads((await call("show", "--json")).stdout)
+    assert shown["active"]["parameters"] == {
+        "fairish": {"shares": {"acme": 3, "team@x.y": 2}, "hours": {"night": [22, 6]}}
+    }
+
+
 async def test_a_policy_that_failed_is_shown_and_enabled(
     call: Call, box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +271,16 @@ async def test_the_autopilot_is_shown(call: Call, box: Box) -> None:
         (["set", "serverlessllm", "--decision", "=serverlessllm"], "has no value"),
         (["set", "serverlessllm", "--param", "max_group=3"], "'max_group' is not NAME.KEY"),
         (["set", "serverlessllm", "--param", "serverlessllm.max_group=few"], "Expected `int`"),
+        (
+            ["set", "serverlessllm", "--param", "a.b=1", "--param", "a.b.c=1"],
+            "b has a value already",
+        ),
+        (["set", "serverlessllm", "--param", "a.b.c=1", "--param", "a.b=1"], "are set already"),
+        (["set", "serverlessllm", "--param", "a.b c=1"], "'a.b c' is not NAME.KEY"),
+        (
+            ["set", "serverlessllm", "--param", "serverlessllm.max_grup=2"],
+            "did you mean max_group?",
+        ),
     ],
 )
 async def test_a_wrong_command_line_is_status_2(

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
+from appliance.cli.requests import print_requests
 from appliance.service.front_frames import BodyActivity
 from appliance.service.interface import GenerationFailed, RequestNotFound
 from appliance.vocabulary import RequestClass
@@ -143,3 +144,19 @@ async def test_cancel_on_the_command_line(box: Box, call: Call) -> None:
     assert result.stdout == "cancelled chat-1 after 3 tokens\n"
     assert "chat-1" not in box.daemon.machine.requests
     assert (await call("cancel", "chat-1")).exit_code == 1
+
+
+def test_the_list_says_until_when_a_request_is_held(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its reason is for `appliance why`."""
+    row: dict[str, object] = {
+        "id": "r1",
+        "model": "a",
+        "request_class": "batch",
+        "phase": "unplaced",
+    }
+    row |= {"age_seconds": 1.0, "output_tokens": 0, "instance": None}
+    message = "held until 22:00:00 by the policy: batch work begins at night"
+
+    print_requests([row | {"reason": {"code": "held", "message": message}}])
+
+    assert capsys.readouterr().out.splitlines()[1].endswith("  held until 22:00:00")

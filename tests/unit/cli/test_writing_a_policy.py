@@ -71,7 +71,7 @@ def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
     """Every step of the page, up to those that need a running daemon; then it is removed again."""
     reader = Reader(tmp_path)
     make, check, tests, install, compare = blocks("sh")
-    own_round, own_test = blocks("python")
+    own_round, own_test, state, own_order = blocks("python")
 
     assert "mine/appliance_mine.py" in reader.type(make)
     reader.folder /= "mine"
@@ -79,6 +79,22 @@ def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
 
     reader.edit("appliance_mine.py", "        return [\n            PlannedTurn(", own_round)
     reader.edit("test_mine.py", "    assert all(", own_test)
+    reader.type(tests)
+
+    reader.edit("appliance_mine.py", "        runnable.sort(", own_order)
+    module = reader.folder / "appliance_mine.py"
+    first_hook = "    @hookimpl\n    def admit"
+    text = module.read_text(encoding="utf-8").replace(first_hook, f"{state}\n{first_hook}")
+    module.write_text(
+        text.replace("import msgspec\n", "from collections import Counter\n\nimport msgspec\n", 1),
+        encoding="utf-8",
+    )
+    reader.type("ruff check --select F .")
+    reader.edit(
+        "test_mine.py",
+        "    assert all(",
+        "    assert len(turns) == len({turn.model for turn in turns})\n",
+    )
     reader.type(tests)
 
     assert "mine" not in reader.type(f"python -c '{LIST}'")
@@ -90,7 +106,7 @@ def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
         (reader.folder / name).write_text(content, encoding="utf-8")
     compared = reader.type(compare)
     assert re.search(r"^ *mine ", compared, re.MULTILINE), compared
-    assert re.search(r"^ *aegaeon ", compared, re.MULTILINE), compared
+    assert re.search(r"^ *appliance ", compared, re.MULTILINE), compared
 
     reader.folder = tmp_path  # what was built beside the source counts as installed there
     assert MINE in reader.type(f"python -c '{LIST}'")

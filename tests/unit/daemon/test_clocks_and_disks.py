@@ -32,6 +32,7 @@ WALL_CLOCK = {
     "cli/keys.py": "when keys end",
     "daemon/autopilot/runner.py": "which hour of the week it is, and how long a choice is barred",
     "daemon/daemon.py": "when a snapshot was taken, and spans were",
+    "daemon/decision_loop.py": "what policies are shown, in events that the journal has",
     "daemon/policy_history.py": "when policies were chosen",
     "frontend/ollama/replies.py": "`created_at`",
     "frontend/serving/published.py": "`completed_at`",
@@ -40,7 +41,7 @@ WALL_CLOCK = {
     "service/event_log.py": "when something happened",
 }
 """Where the time of day is asked for, and what it is told for: never to measure, nor to decide, but
-for the autopilot, which remembers hours of the week."""
+for the autopilot, which remembers hours of the week, and policies that go by the time of day."""
 
 
 @pytest.fixture

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from datetime import time as at
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,20 @@ import pytest
 from appliance.daemon.daemon import Limits
 from appliance.errors import PolicyChoiceError
 from appliance.hookspecs import HOOKS, hookimpl
-from appliance.journal import Setup, read, replay
+from appliance.journal import Journal, Setup, read, replay
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.loader import installed
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.lifecycle import Stage
-from appliance.scheduling.policy_api import InstanceView, Placement, PlannedTurn, Refusal
+from appliance.scheduling.policy_api import (
+    Hold,
+    InstanceView,
+    LocalClock,
+    Placement,
+    PlannedTurn,
+    Refusal,
+    RequestView,
+)
 from appliance.service.interface import (
     Generation,
     GenerationFailed,
@@ -32,8 +43,8 @@ from appliance.service.policy_report import (
     PolicyChosen,
     PolicyEnabled,
 )
-from appliance.vocabulary import Role, RunPrefill, RunTurn
-from tests.unit.doubles.daemon import Box, box_maker
+from appliance.vocabulary import ClockSet, Role, RunPrefill, RunTurn
+from tests.unit.doubles.daemon import Box, box_maker, setup_of, small
 from tests.unit.policies.strangers import install
 
 SERVERLESSLLM = PolicyChoice(use=("serverlessllm",))
@@ -124,6 +135,101 @@ async def test_a_refusal_is_no_failure_of_ours(make_box: MakeBox) -> None:
     assert caught.value.message == "come back later"
     assert caught.value.retry_after_seconds == 1.0
     assert box.daemon.readiness().ok
+
+
+class Night:
+    """Holds requests of a key until ten."""
+
+    @hookimpl
+    def prefill(self, now: float, request: RequestView, clock: LocalClock) -> Hold | None:
+        if request.key != "nightly" or clock.local(now).hour >= 22:
+            return None
+        return Hold(until=clock.next(now, at(22)), reason="it is early")
+
+
+class NightSetup(Setup, frozen=True):
+    """Has it asked first."""
+
+    def stack(self, **_: Any) -> PolicyStack:
+        return PolicyStack({"night": Night(), "behind it": Aegaeon()})
+
+
+@pytest.fixture
+def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The clock on the wall of a machine in Berlin, in winter at 21:30; it may be set."""
+    shown = [datetime(2026, 11, 27, 20, 30, tzinfo=UTC).timestamp()]
+    monkeypatch.setattr(time, "time", lambda: shown[0])
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    yield shown
+    monkeypatch.undo()
+    time.tzset()
+
+
+async def test_a_held_request_waits_and_says_until_when(
+    make_box: MakeBox, berlin: list[float]
+) -> None:
+    """By the local time of the machine; others are served, and it can be cancelled."""
+    box = make_box(kind=NightSetup)
+    box.start()
+    box.ask("r1", "a", key="nightly")
+    box.ask("r2", "a", key="nightly")
+    other = box.ask("r3", "a", key="daily")
+    box.settle()
+
+    assert len(await tokens_of(other)) == 5
+    first, _ = box.daemon.requests()
+    assert first.reason is not None
+    assert (first.phase, first.reason.code) == ("unplaced", "held")
+    assert first.reason.message == "held until 22:00:00 by the policy: it is early"
+    box.cancel(box.clients["r1"])
+    assert [shown.id for shown in box.daemon.requests()] == ["r2"]
+    assert box.daemon.readiness().ok
+
+    box.now += 1801.0
+    berlin[0] += 1801.0
+    box.ask("r4", "b")
+    box.settle()
+    assert len(await tokens_of(box.clients["r2"])) == 5
+
+
+async def test_the_machine_hears_when_the_clock_is_set(
+    make_box: MakeBox, berlin: list[float], tmp_path: Path
+) -> None:
+    """At its first event, and when what it believes is off by more than a second; in winter time,
+    then in summer time. A replay knows it from the journal."""
+    path = tmp_path / "journal"
+    box = make_box(kind=NightSetup, journal=Journal(path, setup_of(small("ab"))))
+    box.start()
+    box.ask("r1", "a")
+    berlin[0] += 0.5  # a clock that is a little off is not set
+    box.ask("r2", "a")
+    berlin[0] = datetime(2027, 3, 28, 0, 59, tzinfo=UTC).timestamp()
+    box.ask("r3", "a")
+    berlin[0] += 120.0
+    box.now += 120.0
+    box.ask("r4", "a")
+    box.settle()
+    await box.daemon.stop()
+
+    events = [entry.event for entry in read(path)[1]]
+    assert type(events[0]) is ClockSet
+    clocks = [event for event in events if isinstance(event, ClockSet)]
+    assert [event.utc_offset_seconds for event in clocks] == [3600, 3600, 7200]
+    assert [event.unix_seconds for event in clocks[1:]] == [berlin[0] - 120.0, berlin[0]]
+
+
+async def test_a_drain_ends_what_is_held(make_box: MakeBox, berlin: list[float]) -> None:
+    """As it ends every request that still waits when its time is over."""
+    box = make_box(kind=NightSetup)
+    box.start()
+    held = box.ask("r1", "a", key="nightly")
+
+    await box.daemon.drain(0.0)
+
+    with pytest.raises(GenerationFailed) as caught:
+        await tokens_of(held)
+    assert (caught.value.code, caught.value.status) == ("shutting_down", 503)
 
 
 class Movers:

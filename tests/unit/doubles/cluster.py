@@ -250,6 +250,7 @@ class ClusterDouble:
         kind: RequestClass = RequestClass.INTERACTIVE,
         images: tuple[int, ...] = (),
         slo: Slo = SLO,
+        key: str = "",
     ) -> Life:
         """A request arrives that will produce `output` tokens."""
         limit = output if limit is None else limit
@@ -262,6 +263,7 @@ class ClusterDouble:
             slo=slo,
             request_class=kind,
             images=images,
+            key=key,
         )
         self.tell(RequestArrived(request=spec))
         return life

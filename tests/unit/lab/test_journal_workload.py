@@ -16,8 +16,9 @@ from appliance.lab.experiments.metrics import measure
 from appliance.lab.experiments.run import play
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import Deviation
+from appliance.lab.replay.journal_part import last_part
 from appliance.lab.replay.journal_workload import recording
-from appliance.lab.sim.simulator import SimulationRun, simulate
+from appliance.lab.sim.simulator import SimulationRun, Start, simulate
 from appliance.scheduling.machine import Machine
 from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec, TurnEnded
@@ -49,6 +50,7 @@ def write(
     noise: float = 0.0,
     drafted: int = 0,
     slow: Mapping[str, float] | None = None,
+    start: Start | None = None,
 ) -> SimulationRun:
     """A journal of a run on two toy instances; `slow` models take so many times as long."""
     setup = Setup(
@@ -73,6 +75,7 @@ def write(
             arrivals(120),
             until,
             deviation=Deviation(noise=noise),
+            start=start,
         )
 
 
@@ -131,6 +134,22 @@ def test_a_journal_gives_requests_box_and_speed(tmp_path: Path) -> None:
         assert profile.kv_shape(SLAB, 4) == truth.kv_shape(SLAB, 4)
         assert profile.prefill_seconds(100) == pytest.approx(truth.prefill_seconds(100), rel=0.02)
         assert profile.step_seconds(4, 300) == pytest.approx(truth.step_seconds(4, 300), rel=1e-3)
+
+
+def test_a_journal_says_what_time_it_was(tmp_path: Path) -> None:
+    """At its first request, which is when a replay begins; also if only its end is read."""
+    path = tmp_path / "journal"
+    run = write(path, start=Start(unix_seconds=1e9, utc_offset_seconds=3600))
+    first = run.recorder.lives[0].arrived
+    start = recording(path).setting.start
+    assert start is not None
+    assert start.unix_seconds == pytest.approx(1e9 + first)
+    assert start.utc_offset_seconds == 3600
+    late = recording(path, part=last_part(path, 40.0)).setting
+    assert late.start is not None
+    assert late.start.unix_seconds > 1e9 + first + 10.0
+    write(path)
+    assert recording(path).setting.start is None
 
 
 def test_its_own_policy_does_in_the_lab_what_it_did(tmp_path: Path) -> None:

@@ -330,6 +330,32 @@ def test_a_file_that_is_no_toml_is_an_error(tmp_path: Path) -> None:
         scenario.read(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize(
+    ("start", "shown"),
+    [
+        ("2026-11-27T21:55:00", (1795816500.0, 0)),
+        ("2026-11-27T21:55:00+01:00", (1795812900.0, 3600)),
+    ],
+)
+def test_a_scenario_says_what_time_it_is(
+    tmp_path: Path, start: str, shown: tuple[float, int]
+) -> None:
+    """Without an offset it is UTC; without a start no clock is set."""
+    found = scenario.read(written(tmp_path), {"start": start}).setting(1, tmp_path).start
+    assert found is not None
+    assert (found.unix_seconds, found.utc_offset_seconds) == shown
+    assert scenario.read(written(tmp_path)).setting(1, tmp_path).start is None
+
+
+def test_requests_have_keys_if_the_scenario_says_so(tmp_path: Path) -> None:
+    """All of them, in shares."""
+    path = written(tmp_path)
+    keys = {"arrivals.keys": "{ acme = 3, beta = 1 }"}
+    arrivals = scenario.read(path, keys).setting(1, tmp_path).arrivals
+    assert {arrival.key for arrival in arrivals} == {"acme", "beta"}
+    assert {a.key for a in scenario.read(path).setting(1, tmp_path).arrivals} == {""}
+
+
 def test_a_trace_is_scaled_and_cut(tmp_path: Path) -> None:
     """Its classes have their own promises; what is after the end does not come."""
     path = written(tmp_path)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gzip
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from appliance.errors import LabError
-from appliance.lab.workload import Lengths, backlog, drawn, read_trace
+from appliance.lab.workload import Lengths, backlog, drawn, read_trace, with_keys
 from appliance.vocabulary import RequestClass
 
 LENGTHS = Lengths([(100, 10), (300, 30), (50, 500)])
@@ -83,11 +85,11 @@ def test_lengths_are_scaled_and_fitted() -> None:
 
 
 def test_a_trace_is_read_and_played_faster(tmp_path: Path) -> None:
-    """Classes are optional, the order of the lines does not matter."""
+    """Classes and keys are optional, the order of the lines does not matter."""
     path = tmp_path / "trace.csv.gz"
     with gzip.open(path, "wt") as file:
-        file.write("arrival_s,model,prompt_tokens,output_tokens,class\n")
-        file.write("4.0,b,7,8,batch\n1.0,a,5,6,\n")
+        file.write("arrival_s,model,prompt_tokens,output_tokens,class,key\n")
+        file.write("4.0,b,7,8,batch,acme\n1.0,a,5,6,,\n")
     first, second = read_trace(path, rate_scale=2.0)
     assert (first.seconds, first.model, first.prompt_tokens, first.output_tokens) == (
         0.5,
@@ -96,8 +98,25 @@ def test_a_trace_is_read_and_played_faster(tmp_path: Path) -> None:
         6,
     )
     assert (second.seconds, second.request_class) == (2.0, RequestClass.BATCH)
+    assert (first.key, second.key) == ("", "acme")
     lengths = Lengths.read(path)
     assert lengths.prompts.tolist() == [7, 5]
+
+
+def test_keys_get_their_shares_of_requests() -> None:
+    """The same ones every time; a request that has a key keeps it."""
+    few = drawn({"a": 5.0}, Lengths([(10, 10)]), 400.0, seed=1)
+    requests = [msgspec.structs.replace(few[0], key="own"), *few[1:]]
+
+    keyed = list(with_keys(requests, {"acme": 3.0, "beta": 1.0}, seed=1))
+
+    assert keyed[0].key == "own"
+    shares = Counter(request.key for request in keyed[1:])
+    assert set(shares) == {"acme", "beta"}
+    assert shares["acme"] / len(keyed) == pytest.approx(0.75, abs=0.05)
+    assert keyed == list(with_keys(requests, {"acme": 3.0, "beta": 1.0}, seed=1))
+    assert keyed != list(with_keys(requests, {"acme": 3.0, "beta": 1.0}, seed=2))
+    assert list(with_keys(requests, {}, seed=1)) == requests
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from appliance.scheduling.policy_api import (
     ClusterView,
     DecodingView,
     Fleet,
+    Hold,
     InstanceView,
     Migration,
     Phase,
@@ -51,10 +52,12 @@ class Whimsical:
 
     @hookimpl
     def prefill(
-        self, request: RequestView, instances: Sequence[InstanceView]
-    ) -> PrefillChoice | Refusal:
+        self, now: float, request: RequestView, instances: Sequence[InstanceView]
+    ) -> PrefillChoice | Refusal | Hold:
         if self._dice.random() < 0.02:
             return Refusal(reason="a whim")
+        if self._dice.random() < 0.1:
+            return Hold(until=now + self._dice.choice([1e-3, 0.5, 5.0]), reason="another one")
         view = self._dice.choice(instances)
         groups = [n for n, group in enumerate(view.groups) if group.model == request.model]
         group = self._dice.choice([*groups, None])

@@ -265,6 +265,37 @@ def test_a_choice_that_cannot_be_used(
     assert remedy in told_remedy
 
 
+def test_a_key_of_a_table_gets_a_suggestion(site: Path) -> None:
+    """However deep it is; of a table of any keys there is nothing to suggest."""
+    head, end, kind = HEAD.partition("class Stranger")
+    head += (
+        "class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):\n    pass\n\n"
+        "class Inner(Table, frozen=True):\n    speed: int = 1\n\n"
+        "class Outer(Table, frozen=True):\n    inner: Inner = Inner()\n\n"
+    )
+    body = (
+        "    outer: 'Outer' = Outer()\n    shares: 'dict[str, int]' = {}\n"
+        "    many: 'dict[str, Inner]' = {}\n"
+        "    @hookimpl\n    def preempt(self):\n        return 0.0\n"
+    )
+    install(site, "nested", body, head=head + end + kind)
+
+    def told(table: dict[str, object]) -> list[tuple[str, str, str]]:
+        return problems(chosen("nested", parameters={"nested": table}))
+
+    table: dict[str, object] = {"outer": {"inner": {"speed": 2}}, "shares": {"acme": 3}}
+    load_stack(chosen("nested", parameters={"nested": table}))
+    assert told({"outer": {"inner": {"sped": 2}}}) == [
+        (
+            "parameters.nested.outer.inner.sped",
+            "policy nested has no parameter outer.inner.sped",
+            "did you mean speed?",
+        )
+    ]
+    assert [key for key, _, _ in told({"shares": {"acme": "all"}})] == ["parameters.nested.shares"]
+    assert [key for key, _, _ in told({"many": {"x": {"sped": 1}}})] == ["parameters.nested.many"]
+
+
 def test_all_problems_are_reported_at_once() -> None:
     """One does not hide another."""
     choice = chosen(

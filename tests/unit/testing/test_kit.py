@@ -16,7 +16,9 @@ from appliance.plugins.aegaeon import Aegaeon
 from appliance.scheduling.policy_api import (
     ClusterView,
     Costs,
+    Hold,
     InstanceView,
+    LocalClock,
     Phase,
     PlannedTurn,
     PrefillChoice,
@@ -110,6 +112,104 @@ def test_opinions_and_refusals_are_free() -> None:
     assert report.ok, str(report)
     (row,) = report.hooks
     assert 0 < row.answered == row.valid < row.asked
+    assert report.unseen == (f"prefill: it never answered with a Hold to {row.asked} questions",)
+
+
+class Mean(Policy, frozen=True):
+    """Refuses and holds for reasons that no request of the scenes has by itself."""
+
+    @hookimpl
+    def prefill(self, now: float, request: RequestView, clock: LocalClock) -> Hold | Refusal | None:
+        if request.accepted:
+            return None
+        if request.tokens > 4000 or now > request.deadline + 30.0:
+            return Refusal(reason="too long, or too late")
+        if request.key_requests > 500 or clock.local(now).weekday() == 3:
+            return Hold(until=min(now + 60.0, request.hold_limit))
+        return None
+
+
+@pytest.mark.usefixtures("small")
+def test_refusals_and_holds_are_asked_for() -> None:
+    """By questions about long, late and urgent requests, of clients with many, at all hours."""
+    report = check(Mean)
+
+    assert report.ok, str(report)
+    assert report.unseen == ()
+
+
+@pytest.mark.usefixtures("small")
+def test_what_was_not_tested_is_named() -> None:
+    """It is no finding: the author is to test it."""
+
+    class Silent(Policy, frozen=True):
+        @hookimpl
+        def prefill(self, request: RequestView) -> Refusal | None:
+            return Refusal(reason="it is of m77") if request.model == "m77" else None
+
+        @hookimpl
+        def evict(self) -> None:
+            return None
+
+    report = check(Silent)
+
+    assert report.ok
+    asked_prefill, asked_evict = (row.asked for row in report.hooks)
+    assert report.unseen == (
+        f"prefill: it had no opinion on any of {asked_prefill} questions",
+        f"evict: it had no opinion on any of {asked_evict} questions",
+        f"prefill: it never answered with a Refusal to {asked_prefill} questions",
+        f"prefill: it never answered with a Hold to {asked_prefill} questions",
+    )
+    assert str(report).splitlines()[0] == "Silent: nothing to object to"
+    assert str(report).splitlines()[1].startswith("not tested: prefill: it had no opinion")
+
+
+def test_hooks_that_are_never_asked_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model on one instance leaves nothing to order."""
+    monkeypatch.setattr(kit, "SCENES", {"lone": SCENES["lone"]})
+    monkeypatch.setattr(kit, "RUN_SCENES", ())
+
+    assert "flow: it was never asked" in check(Aegaeon).unseen
+
+
+@pytest.mark.usefixtures("small")
+def test_requests_that_are_held_for_hours_come_to_their_end() -> None:
+    """The run goes on until the holds are over."""
+
+    class Late(Policy, frozen=True):
+        @hookimpl
+        def prefill(self, request: RequestView, now: float) -> Hold | None:
+            until = request.arrived + 7200.0
+            return Hold(until=until) if now < until and not request.accepted else None
+
+    report = check(Late)
+
+    assert report.ok, str(report)
+    assert report.ended == len(scenes.arrivals(SCENES["lone"]))
+
+
+@pytest.mark.usefixtures("small")
+def test_state_in_parameters_is_found() -> None:
+    """State in attributes that are no fields is not."""
+
+    class Counting(msgspec.Struct, forbid_unknown_fields=True):
+        count: int = 0
+
+        @hookimpl
+        def phase(self) -> None:
+            self.count += 1
+
+    class Remembering(msgspec.Struct, forbid_unknown_fields=True, dict=True):
+        def __post_init__(self) -> None:
+            self._count = 0
+
+        @hookimpl
+        def phase(self) -> None:
+            self._count += 1
+
+    assert found(check(Counting)) == {("state", "")}
+    assert check(Remembering).ok
 
 
 @pytest.mark.usefixtures("small")
@@ -425,7 +525,7 @@ def test_the_questions_span_small_and_large_boxes() -> None:
     views = [view for cluster in floors for view in cluster.instances]  # type: ignore[attr-defined]
 
     assert {len(cluster.instances) for cluster in floors} == {1, 2, 5, 16}  # type: ignore[attr-defined]
-    assert {len(cluster.models) for cluster in floors} == {1, 8, 12, 30, 100}  # type: ignore[attr-defined]
+    assert {len(cluster.models) for cluster in floors} == {1, 4, 8, 12, 30, 100}  # type: ignore[attr-defined]
     assert {view.role for view in views} == set(Role)
     assert len({view.instance_class for view in views}) == 4
     assert {view.models is None for view in views} == {True, False}
@@ -450,4 +550,6 @@ def test_a_question_is_asked_by_name() -> None:
     """As pluggy asks it, so that an implementation may leave arguments out."""
     question: HookCall = questions("flow")[0]
 
-    assert list(question.views) == ["now", "instance", "requests", "others", "costs"]
+    assert list(question.views) == [
+        "now", "instance", "requests", "others", "costs", "clock"
+    ]  # fmt: skip

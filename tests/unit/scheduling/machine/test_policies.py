@@ -400,6 +400,7 @@ def test_interactive_requests_run_before_batch_work() -> None:
         tokens=4,
         seconds=0.04,
         tbt_seconds=SLO.tbt_seconds,
+        number=last.turn - 1,
     )
     cluster.settle()
     assert len(cluster.commands(Finish)) == 5

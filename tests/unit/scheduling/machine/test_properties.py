@@ -336,6 +336,20 @@ class BusyCluster(RuleBasedStateMachine):
             assert reason is not None or request.stage in (Stage.RUNNING, Stage.PREFILLING)
 
     @invariant()
+    def what_the_policy_holds_has_nothing(self) -> None:
+        """No instance and no KV; it is looked at again at a time to come."""
+        book = self.cluster.machine.request_book
+        for name, hold in book.holds.of.items():
+            request = book.live[name]
+            assert request.stage is Stage.UNPLACED
+            assert request.kv is KvPlace.NONE
+            assert not request.accepted
+            assert name not in book.displaced
+            deadline = self.cluster.machine.next_deadline()
+            assert deadline is not None
+            assert deadline <= hold.until
+
+    @invariant()
     def who_is_held_is_in_nobody_s_way(self) -> None:
         """It is in no batch, and its KV is on no device, or on its way from there."""
         for request in self.cluster.machine.requests.values():
@@ -381,6 +395,9 @@ class BusyCluster(RuleBasedStateMachine):
             self.cluster.release(number)
             self.come_back(number)
         self.cluster.settle()
+        while self.cluster.machine.request_book.holds.of:
+            self.wait(1.5)
+            self.cluster.settle()
         while self.cluster.machine.request_book.short_of_host_room:  # a held request blocks none
             self.wait(1.5)
             assert self.cluster.settle()
