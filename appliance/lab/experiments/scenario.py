@@ -274,6 +274,8 @@ class Deviates(ScenarioTable, frozen=True, kw_only=True):
     link: Positive = 1.0
     noise: Annotated[float, Meta(ge=0)] = 0.0
     """Coefficient of variation of each prompt's and each turn's time."""
+    learned: bool = False
+    """Policies know no profile at first: they learn what things take, as in a daemon."""
 
 
 class GivenProfile(ModelProfile, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -342,6 +344,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
             arrivals=[self._as_asked(arrival) for arrival in _merged(streams)],
             seconds=float(self.duration),
             deviation=self._deviation(seed),
+            informed=not self.deviation.learned,
         )
 
     def _names(self, group: ModelGroup, before: int) -> Sequence[ModelName]:
