@@ -225,11 +225,12 @@ class Dispatcher:
         if not embedded and not self._host_room.reserve(request, instance.engines[model].shape):
             return False
         limits = self._limits(instance, model)
-        chunk = limits.chunk_tokens if instance.runnable(model) else 0
-        prompts = [request, *self._with_others(instance, request, limits, chunk)]
+        alone = self._context.lacks_prompt(model)
+        chunk = 0 if alone or not instance.runnable(model) else limits.chunk_tokens
+        others = [] if alone else self._with_others(instance, request, limits, chunk)
+        prompts = [request, *others]
         if chunk:
-            step = self._context.costs.step_seconds(model)
-            turn = PlannedTurn(model=model, quota_seconds=step)
+            turn = PlannedTurn(model=model, quota_seconds=self._context.costs.step_seconds(model))
             self._run_turn(instance, turn, limits, prompts)
         else:
             self._run_whole(instance, prompts)

@@ -119,7 +119,7 @@ class Machine:
         self.costs = costs or CostModel(self.models.values())
         self.demands = Demands(self.models)
         self.cluster = Cluster(self.models, instances, self.demands, host.slab_bytes)
-        self._context = SchedulingContext(policy, self.costs.estimates())
+        self._context = SchedulingContext(policy, self.costs.estimates(), self.costs.lacks_prompt)
         self.request_book = RequestBook(
             self._context, self.models, self.cluster, self.demands, host, self.disk
         )
@@ -460,12 +460,17 @@ class Machine:
     ) -> None:
         """What the turn says about the next ones."""
         requests, steps = len(job.requests), event.steps
+        # With drafts a step gives several tokens of a request. What is planned by step times are
+        # tokens, so it counts as so many steps. A prompt that is done gives one, too.
+        tokens = max(0, job.tokens - len(job.prompts))
         if not job.prompts:
-            # With drafts a step gives several tokens of a request. What is planned by step times
-            # are tokens, so it counts as so many steps.
-            steps = max(steps, job.tokens // max(1, requests))
-            grown = job.kv_tokens + requests * steps // 2
-            self.costs.observe_turn(event.model, steps, event.seconds, requests, grown)
+            steps = max(steps, tokens // max(1, requests))
+        grown = job.kv_tokens + requests * steps // 2
+        turn = (event.model, steps, event.seconds, requests, grown, tokens)
+        if job.prompts:
+            self.costs.observe_mixed_turn(*turn, len(job.prompts), job.prompt_tokens)
+        else:
+            self.costs.observe_turn(*turn)
         if job.switches and job.cold:
             overhead = self._context.now - job.ordered - event.seconds
             self.costs.observe_switch(event.model, max(0.0, overhead))

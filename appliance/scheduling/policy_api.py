@@ -351,8 +351,9 @@ class PlannedTurn(Word, frozen=True):
 
 class BatchLimits(Word, frozen=True):
     """At most `requests` requests (above 0) decode together. Prompts of the running model are
-    computed `chunk_tokens` at a time in the decoding steps; whole and apart if that is 0. Prompts
-    of a group are computed together up to `prompt_tokens` tokens; one by one if that is 0."""
+    computed `chunk_tokens` at a time in the decoding steps; whole and apart if that is 0, or if the
+    machine has to learn what prompts of the model take. Prompts of a group are computed together up
+    to `prompt_tokens` tokens; one by one if that is 0."""
 
     requests: int
     chunk_tokens: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -48,6 +48,8 @@ class SchedulingContext:
 
     policy: Policy
     costs: Costs
+    lacks_prompt: Callable[[ModelName], bool]
+    """Whether the next prompt of a model is computed alone, whatever the policy says."""
     now: float = 0.0
     clock: LocalClock = field(default_factory=LocalClock)
     """What the policy was last given."""

@@ -284,6 +284,8 @@ class Deviates(ScenarioTable, frozen=True, kw_only=True):
     link: Positive = 1.0
     noise: Annotated[float, Meta(ge=0)] = 0.0
     """Coefficient of variation of each prompt's and each turn's time."""
+    learned: bool = False
+    """Policies know no profile at first: they learn what things take, as in a daemon."""
 
 
 class GivenProfile(ModelProfile, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -363,6 +365,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
             seconds=float(self.duration),
             deviation=self._deviation(seed),
             start=self._start(),
+            informed=not self.deviation.learned,
         )
 
     def _start(self) -> Start | None:

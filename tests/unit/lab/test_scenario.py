@@ -84,6 +84,7 @@ def test_a_file_becomes_a_setting(tmp_path: Path) -> None:
     assert {model.slo for model in setting.models} == {Slo(ttft_seconds=10.0, tbt_seconds=0.1)}
     assert (setting.box.instances, setting.box.host_bytes) == (4, 1 << 40)
     assert (setting.seconds, setting.deviation, chosen.warmup_seconds) == (100.0, EXACT, 0.0)
+    assert setting.informed
     assert len(setting.arrivals) == pytest.approx(150, abs=40)
     assert max(a.prompt_tokens + a.output_tokens for a in setting.arrivals) <= 4096
     times = [arrival.seconds for arrival in setting.arrivals]
@@ -128,6 +129,7 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
         "seeds": "[7, 8]",
         "policies.aegaeon.parameters.aegaeon.prefill_share": "0.2",
         "deviation.noise": "0.1",
+        "deviation.learned": "true",
     }
     chosen = scenario.read(written(tmp_path), changes)
     setting = chosen.setting(7, tmp_path)
@@ -140,6 +142,7 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
     assert chosen.seeds == (7, 8)
     assert chosen.contender("aegaeon").parameters == {"aegaeon": {"prefill_share": 0.2}}
     assert setting.deviation == Deviation(noise=0.1, seed=7)
+    assert not setting.informed
 
 
 def test_loads_are_relayed_if_the_scenario_says_so(tmp_path: Path) -> None:

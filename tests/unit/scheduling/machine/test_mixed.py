@@ -7,6 +7,7 @@ from itertools import cycle
 import pytest
 
 from appliance.plugins.pd_aggregated import PdAggregated
+from appliance.scheduling.cost_model import UNSEEN_TURNS
 from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.policy_api import BatchLimits, Phase
 from appliance.scheduling.recovery import MAX_REQUEST_LOSSES
@@ -139,6 +140,22 @@ def test_a_mixed_turn_says_nothing_of_steps() -> None:
 
     cluster.work_until(0, one_more)
     assert cluster.machine.costs.step_seconds("a") == known
+
+
+def test_a_prompt_is_computed_alone_if_all_were_computed_in_steps() -> None:
+    """The first prompt comes while weights load, and says nothing of prompts; all others have steps
+    to be computed in. After some of these one is computed alone, so that costs are known, and then
+    they are computed in steps again."""
+    cluster = cluster_of("a", steps=1)
+    long = cluster.ask("long", "a", output=150)
+    cluster.work_until(0, lambda: long.produced > 3)
+    for number in range(2 * UNSEEN_TURNS):
+        life = cluster.ask(f"r{number}", "a", output=2)
+        cluster.work_until(0, lambda life=life: life.outcome is not None)  # type: ignore[misc]
+
+    alone = [command.request for command in cluster.commands(RunPrefill)]
+    assert alone == ["long", f"r{UNSEEN_TURNS}"]
+    assert len(mixed(cluster)) == 2 * UNSEEN_TURNS - 1
 
 
 def test_a_prompt_that_did_not_fit_a_mixed_turn_comes_next() -> None:
