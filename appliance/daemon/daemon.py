@@ -293,6 +293,7 @@ class Daemon:
             self._kv_disk.start(_on_this_loop(self._on_report))
         for worker in self.workers.values():
             worker.start()
+        self.catalogue.load_wanted()
         self.autopilot.start()
 
     def _lock_host(self) -> None:

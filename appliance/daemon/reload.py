@@ -47,6 +47,7 @@ from appliance.platform.tls import LiveTls, Pair, TlsProblem, read_pair
 from appliance.service.event_log import NoticeKind
 from appliance.service.interface import (
     AdapterNotPlaced,
+    GenerationFailed,
     ModelActivity,
     ModelExists,
     ModelNotFound,
@@ -493,6 +494,8 @@ class LiveConfig:
             new = read.get(model.name, model)
             if terms_of(new) != terms_of(model):
                 self._daemon.catalogue.change(model.name, terms_of(new))
+            if new.load and not model.load:
+                self._load(model.name)
             models.append(
                 msgspec.structs.replace(
                     model,
@@ -500,9 +503,18 @@ class LiveConfig:
                     batch_slo=new.batch_slo,
                     max_queue=new.max_queue,
                     pin=new.pin,
+                    aliases=new.aliases,
+                    load=new.load,
                 )
             )
         self._running = msgspec.structs.replace(self._running, models=tuple(models))
+
+    def _load(self, name: ModelName) -> None:
+        """Load a model that is to be loaded from now on; the log tells of one that cannot be."""
+        try:
+            self._daemon.load_model(name)
+        except GenerationFailed as error:
+            log.warning("%s is not loaded: %s", name, error.message)
 
     def _join(self, found: Config, models: Sequence[ServedModel], kv_floor: int) -> None:
         """Serve these, too, of the models that were read."""

@@ -121,8 +121,9 @@ class ModelFronts:
         call that uses it is over; adapters come and go as they are."""
         self._models = {model.name: model for model in models}
         self._names = {
-            alias: model for model in self._models.values() for alias in names_of(model.name)
+            alias: model for model in self._models.values() for alias in all_names_of(model)
         }
+        self._names |= {alias: model for model in self._models.values() for alias in model.aliases}
         self._names |= {
             name: adapted(model, name) for model in self._models.values() for name in model.adapters
         }
@@ -180,8 +181,14 @@ class ModelFronts:
         return front
 
 
+def all_names_of(model: FrontModel) -> Iterator[str]:
+    """The names that mean a model: its own, its aliases, and Ollama's for the same."""
+    for name in (model.name, *model.aliases):
+        yield from names_of(name)
+
+
 def names_of(name: ModelName) -> Iterator[str]:
-    """The names that mean a model: its own, and Ollama's for the same."""
+    """A name, and Ollama's for the same."""
     yield name
     base, colon, _ = name.partition(":")
     if not colon:
@@ -250,7 +257,7 @@ def arguments(model: FrontModel) -> Namespace:
         options += ["--pooler-config", json.dumps(model.pooler_config)]
     # vLLM writes into what it parses, and defaults are the same objects for all models.
     args: Namespace = deepcopy(_parser().parse_args(options))
-    args.served_model_name = list(names_of(model.name))
+    args.served_model_name = list(all_names_of(model))
     args.hf_overrides = whole_config if model.images or sounds else language_config
     args.chat_template = processor_template(Path(model.path)) or None
     return args
