@@ -54,6 +54,8 @@ class Call:
         """What threads do with them, and no cancelled call can stop once it has begun."""
         self.form: Form | None = None
         """What was sent with a sound."""
+        self.one_by_one = False
+        """Whether a parser of its tools reads streams one token at a time."""
         self.parts = asyncio.Lock()
         """Held by the part of a long sound that the core computes, or decides about."""
         self.on_submit: Callable[[], None] = lambda: None

@@ -36,7 +36,12 @@ from appliance.frontend.serving.engine_client import FrontLLM
 from appliance.frontend.serving.held_text import keep_held_text
 from appliance.frontend.serving.media import prepare_in_turns
 from appliance.frontend.serving.mistral_chats import guard_chats
-from appliance.frontend.serving.parsing.failures import ParserFailed, adapt_parsers, check_parsers
+from appliance.frontend.serving.parsing.failures import (
+    ParserFailed,
+    adapt_parsers,
+    with_usable_parsers,
+)
+from appliance.frontend.serving.single_tokens import ask_for_single_tokens
 from appliance.frontend.serving.speech import SERVING as OF_SOUND
 from appliance.frontend.serving.speech import decode_in_turns
 from appliance.service.front_frames import FrontModel, ModelRefused
@@ -211,13 +216,16 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     llm.input_processor.structured_outputs_config = None
     prepare_in_turns(llm.renderer)
     guard_chats(llm.renderer, sounds=bool(model.sounds))
-    check_parsers(model, llm.renderer.tokenizer)
+    served = with_usable_parsers(model, llm.renderer.tokenizer)
+    if served.tool_parser is None:
+        args.enable_auto_tool_choice, args.tool_call_parser = False, None
     state = State()
     for name in SERVING:
         setattr(state, name, None)
     asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
-    llm.engine_core.one_by_one = keep_held_text(state)
-    adapt_parsers(state, model)
+    if keep_held_text(state):
+        ask_for_single_tokens(state.online_renderer)
+    adapt_parsers(state, served)
     decode_in_turns(state)
     if model.pools_tokens:
         # vLLM would compare texts token by token in the worker that has seen the other one.
