@@ -307,7 +307,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def named(self) -> ModelName:
-        """What keys call it: an alias is what it stands for."""
+        """The name that keys have: an alias is not one of its own."""
         return self.root or self.id
 
     @property

@@ -194,7 +194,7 @@ class Ledger:
             found: Exception | None = None
             try:
                 self._database.write(changes)
-            except Exception as error:  # told to the loop
+            except Exception as error:  # for the loop
                 found = error
             self._at_disk = False
             with suppress(RuntimeError):  # the loop is closed
@@ -206,8 +206,8 @@ class Ledger:
 
     def _cannot_write(self, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) else None
-        told = reason or f"{type(error).__name__}: {error}"
-        self._is_late(f"the ledger of usage cannot be written: {told}", None if reason else error)
+        shown = reason or f"{type(error).__name__}: {error}"
+        self._is_late(f"the ledger of usage cannot be written: {shown}", None if reason else error)
 
     def _count_pending(self, entry: Entry, sign: int) -> None:
         month = entry.key, month_of(entry.ended)
