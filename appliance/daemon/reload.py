@@ -26,6 +26,7 @@ from appliance.checkpoints.pull import folder_name, pull
 from appliance.checkpoints.sources import Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
 from appliance.config.diff import (
+    TERMS,
     TLS,
     as_written,
     changes,
@@ -495,26 +496,10 @@ class LiveConfig:
             if terms_of(new) != terms_of(model):
                 self._daemon.catalogue.change(model.name, terms_of(new))
             if new.load and not model.load:
-                self._load(model.name)
-            models.append(
-                msgspec.structs.replace(
-                    model,
-                    slo=new.slo,
-                    batch_slo=new.batch_slo,
-                    max_queue=new.max_queue,
-                    pin=new.pin,
-                    aliases=new.aliases,
-                    load=new.load,
-                )
-            )
+                _load(self._daemon, model.name)
+            terms = {key: getattr(new, key) for key in TERMS}
+            models.append(msgspec.structs.replace(model, **terms))
         self._running = msgspec.structs.replace(self._running, models=tuple(models))
-
-    def _load(self, name: ModelName) -> None:
-        """Load a model that is to be loaded from now on; the log tells of one that cannot be."""
-        try:
-            self._daemon.load_model(name)
-        except GenerationFailed as error:
-            log.warning("%s is not loaded: %s", name, error.message)
 
     def _join(self, found: Config, models: Sequence[ServedModel], kv_floor: int) -> None:
         """Serve these, too, of the models that were read."""
@@ -541,6 +526,14 @@ class LiveConfig:
 
     def _keep(self, models: tuple[Model, ...]) -> None:
         self._running = msgspec.structs.replace(self._running, models=models)
+
+
+def _load(daemon: Daemon, name: ModelName) -> None:
+    """Load a model that is to be loaded from now on; the log tells of one that cannot be."""
+    try:
+        daemon.load_model(name)
+    except GenerationFailed as error:
+        log.warning("%s is not loaded: %s", name, error.message)
 
 
 def tls_pair(config: Config, file: Path) -> Pair | None:

@@ -20,6 +20,9 @@ REQUEST_HEADER: Final = "x-appliance-request"
 class Call:
     """What the core said of a call, and what the call asked of the core."""
 
+    one_by_one = False
+    """Whether a parser of its tools reads streams one token at a time."""
+
     def __init__(
         self,
         number: int,
@@ -54,8 +57,6 @@ class Call:
         """What threads do with them, and no cancelled call can stop once it has begun."""
         self.form: Form | None = None
         """What was sent with a sound."""
-        self.one_by_one = False
-        """Whether a parser of its tools reads streams one token at a time."""
         self.parts = asyncio.Lock()
         """Held by the part of a long sound that the core computes, or decides about."""
         self.on_submit: Callable[[], None] = lambda: None
