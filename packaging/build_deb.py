@@ -35,7 +35,7 @@ Version: {version}
 Architecture: {architecture}
 Maintainer: {maintainer}
 Installed-Size: {kibibytes}
-Depends: {python}, {libraries}, init-system-helpers, passwd, systemd
+Depends: {python}, {libraries}, passwd, systemd
 Section: net
 Priority: optional
 Description: serves many language models from the memory of a few
@@ -74,9 +74,9 @@ def build(output: Path, version: str | None = None) -> Path:
         )
         for script in ("postinst", "prerm", "postrm"):
             _install(ROOT / "packaging" / "deb" / script, control / script, 0o755)
-        package = output / f"appliance_{version}_{architecture}.deb"
+        package = output.resolve() / f"appliance_{version}_{architecture}.deb"
         output.mkdir(parents=True, exist_ok=True)
-        _run("dpkg-deb", "--root-owner-group", "-Zzstd", "-z3", "--build", str(tree), str(package))
+        _run("dpkg-deb", "--root-owner-group", "-Zxz", "-z1", "--build", str(tree), str(package))
     return package
 
 
@@ -138,9 +138,7 @@ def _copy(distribution: metadata.Distribution, site: Path) -> None:
     for file in distribution.files or ():
         if {"..", "__pycache__", "tests"} & set(file.parts):
             continue
-        target = site / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(str(file.locate()), target)
+        _install(str(file.locate()), site / file)
 
 
 def _stage_system(tree: Path) -> None:

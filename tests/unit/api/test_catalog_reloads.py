@@ -269,3 +269,11 @@ async def test_what_is_to_be_loaded_at_the_start_is(box: Box) -> None:
     where = {row.model: row.residency.get("0") for row in box.daemon.activity().models}
     assert where["b"] == "loaded"
     assert where["a"] != "loaded"
+
+
+async def test_other_instances_wait_for_a_restart(client: httpx.AsyncClient, path: Path) -> None:
+    """Engines are where the daemon built them at its start."""
+    rewrite(path, (TABLE_A, f"{TABLE_A}instances = [0]\n"))
+
+    assert await needs(client) == {"model.a.instances": "restart"}
+    assert await reload(client) == ([], ["model.a.instances"])

@@ -57,6 +57,9 @@ class _SetsToolsAside(Parser):  # type: ignore[misc]  # vLLM has no types
     """One for each answer. Without tools to call it becomes, before it reads anything, what vLLM
     makes of the same reasoning parser alone."""
 
+    _tool_parser: Any
+    _engine_based: bool
+
     def adjust_request(self, request: Any) -> Any:
         self._set_aside(request)
         return super().adjust_request(request)
