@@ -28,10 +28,10 @@ from appliance.config.checks import warnings
 from appliance.config.groups import devices_of, instances_of, plan_instances
 from appliance.config.layers import ignored_rows
 from appliance.config.machine_room import refuse_now
-from appliance.config.schema import Config, Devices
+from appliance.config.schema import Api, Config, Devices
 from appliance.config.sizing import adapter_room, kv_floor_slabs, read_model, uncached
 from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
-from appliance.daemon.lifecycle import GRACE_SECONDS, Lifetime, Server
+from appliance.daemon.lifecycle import GRACE_SECONDS, Lifetime, Server, bound_beside
 from appliance.daemon.reload import LiveConfig, tls_pair
 from appliance.daemon.served_model import served_model
 from appliance.errors import ApplianceError, CeilingsError
@@ -66,6 +66,7 @@ from appliance.platform.cpus import (
     usable_by_workers,
 )
 from appliance.platform.gpus import GpusUnknown, driver_version, read_gpus, show_gpus
+from appliance.platform.installation import remedy_for
 from appliance.platform.numa import Nodes, by_node, read_nodes
 from appliance.platform.sandbox import missing
 from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
@@ -101,7 +102,7 @@ def serve(config: Config, path: Path, notes: Sequence[str] = ()) -> int:
 async def _serve(config: Config, path: Path) -> int:
     if importlib.util.find_spec("vllm") is None:
         extra = "gpu" if config.devices.cuda else "cpu"
-        raise ApplianceError(f'vLLM is not installed: install the extra "{extra}" of this package')
+        raise ApplianceError(f"vLLM is not installed: {remedy_for(extra)}")
     refuse_now(config.devices, machine_memory.read_memory())
     raise_descriptor_limit()
     if lacking := missing():
@@ -110,6 +111,8 @@ async def _serve(config: Config, path: Path) -> int:
     sockets = take_sockets(os.environ)
     if not config.api.keys:
         refuse_foreign(sockets)
+    if sockets and config.api.bind != Api().bind:
+        sockets += bound_beside(sockets, config.api.bind)
     daemon = make_daemon(config)
     allowed = sorted(os.sched_getaffinity(0))
     workers = sum([plan.ranks for plan in plan_instances(config.devices)])
@@ -144,21 +147,24 @@ async def _serve(config: Config, path: Path) -> int:
     gc.collect()
     gc.freeze()
     guides.start()
-    try:
-        with reloading(settings, notifier):
-            closing = nullcontext() if ledger is None else aclosing(ledger)
-            async with closing, running(admin), aclosing(guides):
-                return await lifetime.run()
-    finally:
-        _is_ending()
+    status = 1
+    with reloading(settings, notifier):
+        closing = nullcontext() if ledger is None else aclosing(ledger)
+        async with closing, running(admin), aclosing(guides):
+            try:
+                status = await lifetime.run()
+            finally:
+                end_at_signals(status)
+    return status
 
 
-def _is_ending() -> None:
-    """Further signals change nothing: the loop would leave SIGINT to Python, with a traceback."""
+def end_at_signals(status: int) -> None:
+    """What is left is to close files, which may wait for a disk: a signal ends this process with
+    `status` at once, without a traceback."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: os._exit(status))
 
 
 def make_daemon(config: Config) -> Daemon:

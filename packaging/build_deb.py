@@ -8,18 +8,20 @@ installed where this runs, so that what was tested is what is packaged, and need
 from __future__ import annotations
 
 import argparse
-import compileall
 import gzip
 import importlib.metadata as metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from datetime import UTC, datetime
+from email.utils import format_datetime
 from pathlib import Path
-from py_compile import PycInvalidationMode
+from typing import Final
 
 from sbom import LISTS, bill, needed
 
@@ -31,9 +33,9 @@ CONTROL = """\
 Package: appliance
 Version: {version}
 Architecture: {architecture}
-Maintainer: The appliance's authors <root@localhost>
+Maintainer: {maintainer}
 Installed-Size: {kibibytes}
-Depends: {python}, init-system-helpers, passwd, systemd
+Depends: {python}, {libraries}, passwd, systemd
 Section: net
 Priority: optional
 Description: serves many language models from the memory of a few
@@ -56,19 +58,25 @@ def build(output: Path, version: str | None = None) -> Path:
         own = _stage_environment(tree, work)
         version = version or own
         _stage_system(tree)
+        _stage_changes(tree / "usr" / "share" / "doc" / "appliance", version)
         size = sum(path.lstat().st_size for path in tree.rglob("*")) // 1024
         control = tree / "DEBIAN"
         control.mkdir()
         (control / "control").write_text(
             CONTROL.format(
-                version=version, architecture=architecture, kibibytes=size, python=PYTHON
+                version=version,
+                architecture=architecture,
+                kibibytes=size,
+                python=PYTHON,
+                maintainer=maintainer(),
+                libraries=", ".join(needed_libraries(tree)),
             )
         )
         for script in ("postinst", "prerm", "postrm"):
             _install(ROOT / "packaging" / "deb" / script, control / script, 0o755)
-        package = output / f"appliance_{version}_{architecture}.deb"
+        package = output.resolve() / f"appliance_{version}_{architecture}.deb"
         output.mkdir(parents=True, exist_ok=True)
-        _run("dpkg-deb", "--root-owner-group", "-Zzstd", "-z3", "--build", str(tree), str(package))
+        _run("dpkg-deb", "--root-owner-group", "-Zxz", "-z1", "--build", str(tree), str(package))
     return package
 
 
@@ -88,12 +96,8 @@ def _stage_environment(tree: Path, work: Path) -> str:
     packaged = list(needed("appliance", "pip"))
     for distribution in packaged:
         _copy(distribution, site)
-    # Behind the packages of this environment, and ignored while it does not exist.
-    (site / "appliance-engine.pth").write_text("../../../engine\n")
-    mode = PycInvalidationMode.UNCHECKED_HASH
-    compileall.compile_dir(
-        site, quiet=2, workers=2, invalidation_mode=mode, stripdir=str(tree), force=True
-    )
+    # Behind the packages of this environment, and ignored while they do not exist.
+    (site / "appliance-engine.pth").write_text("../../../engine\n../../../policies\n")
     script = home / "bin" / "appliance"
     script.write_text(
         f"#!{HOME}/bin/python\nimport sys\n\nfrom appliance.__main__ import main\n\n"
@@ -134,9 +138,7 @@ def _copy(distribution: metadata.Distribution, site: Path) -> None:
     for file in distribution.files or ():
         if {"..", "__pycache__", "tests"} & set(file.parts):
             continue
-        target = site / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(str(file.locate()), target)
+        _install(str(file.locate()), site / file)
 
 
 def _stage_system(tree: Path) -> None:
@@ -164,14 +166,62 @@ def _stage_system(tree: Path) -> None:
     _install(ROOT / "etc" / "appliance.toml", documents / "examples" / "appliance.toml")
     _install(ROOT / "packaging" / "grafana" / "appliance.json", documents / "grafana.json")
     _install(ROOT / "packaging" / "prometheus" / "alerts.yaml", documents / "alerts.yaml")
-    _install(ROOT / "LICENSE", documents / "copyright")
-    changes = documents / "changelog.gz"
-    changes.write_bytes(gzip.compress((ROOT / "CHANGELOG.md").read_bytes(), mtime=0))
+    _install(ROOT / "packaging" / "deb" / "copyright", documents / "copyright")
+    # The sample, messages and manual pages name them so.
+    shutil.copytree(ROOT / "docs", documents / "docs", copy_function=_install)
+    overrides = ROOT / "packaging" / "deb" / "lintian-overrides"
+    _install(overrides, shared / "lintian" / "overrides" / "appliance")
+
+
+def maintainer() -> str:
+    """Who builds the package, as Debian's tools are told: `DEBFULLNAME` and `DEBEMAIL`."""
+    name = os.environ.get("DEBFULLNAME", "The appliance's maintainers")
+    return f"{name} <{os.environ.get('DEBEMAIL', 'maintainers@appliance.example')}>"
+
+
+_LIBRARIES: Final = {
+    b"libstdc++.so.6": "libstdc++6",
+    b"libgcc_s.so.1": "libgcc-s1",
+    b"libz.so.1": "zlib1g",
+}
+"""Debian's packages of libraries, besides the C library, that compiled modules may need."""
+
+
+def needed_libraries(tree: Path) -> list[str]:
+    """The packages that what is compiled in `tree` needs: the C library, of the newest version that
+    it names, and others."""
+    newest, others = (2, 28), set()
+    for path in tree.rglob("*.so*"):
+        if path.is_symlink() or not path.is_file():
+            continue
+        content = path.read_bytes()
+        versions = re.findall(rb"\0GLIBC_2\.(\d+)", content)
+        newest = max([newest, *((2, int(minor)) for minor in versions)])
+        others |= {package for name, package in _LIBRARIES.items() if b"\0" + name in content}
+    return [f"libc6 (>= {newest[0]}.{newest[1]})", *sorted(others)]
+
+
+def _stage_changes(documents: Path, version: str) -> None:
+    """The changelog, and Debian's, which has an entry for each version that is built."""
+    source = ROOT / "CHANGELOG.md"
+    when = int(os.environ.get("SOURCE_DATE_EPOCH", source.stat().st_mtime))
+    entry = (
+        f"appliance ({version}) unstable; urgency=medium\n\n"
+        "  * What changed is in CHANGELOG.md.gz.\n\n"
+        f" -- {maintainer()}  {format_datetime(datetime.fromtimestamp(when, UTC))}\n"
+    )
+    documents.mkdir(parents=True, exist_ok=True)
+    for name, content in (
+        ("changelog.gz", entry.encode()),
+        ("CHANGELOG.md.gz", source.read_bytes()),
+    ):
+        (documents / name).write_bytes(gzip.compress(content, mtime=0))
 
 
 def _stage_pages(directory: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         _run(sys.executable, "-m", "appliance.cli.docs.manpages", scratch)
+        shutil.copy(ROOT / "packaging" / "deb" / "appliance-engine.8", scratch)
         for page in Path(scratch).iterdir():
             target = directory / f"man{page.suffix[1:]}" / f"{page.name}.gz"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +242,8 @@ def _link(path: Path, target: Path) -> None:
     path.symlink_to(target)
 
 
-def _install(source: Path, target: Path, mode: int = 0o644) -> None:
+def _install(source: Path | str, target: Path | str, mode: int = 0o644) -> None:
+    target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     target.chmod(mode)

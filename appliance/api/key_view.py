@@ -50,12 +50,13 @@ class _Gate:
 
     def models(self) -> list[ModelCard]:
         caller = current.get()
-        return [card for card in self._service.models() if caller.allows(card.id)]
+        return [card for card in self._service.models() if caller.allows(card.named)]
 
     def model(self, name: ModelName) -> ModelCard:
-        if not current.get().allows(name):
+        card = self._service.model(name)
+        if not current.get().allows(card.named):
             raise ModelNotFound(name)
-        return self._service.model(name)
+        return card
 
     def activity(self) -> Activity:
         """Without what tells of models that the key does not know."""
@@ -63,7 +64,7 @@ class _Gate:
         if key is None or not key.models:
             return activity
         # A key may have an adapter alone; whether that is loaded shows in its base.
-        known = {card.base or card.id for card in self._service.models() if key.allows(card.id)}
+        known = {card.model for card in self._service.models() if key.allows(card.named)}
         return msgspec.structs.replace(
             activity,
             models=tuple(

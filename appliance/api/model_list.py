@@ -77,7 +77,7 @@ def _model(card: ModelCard) -> _Model:
         id=card.id,
         created=card.created,
         owned_by=card.owned_by,
-        root=card.id,
+        root=card.named,
         parent=card.base or None,
         max_model_len=card.max_context_tokens,
         state=card.state,

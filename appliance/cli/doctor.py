@@ -31,7 +31,7 @@ from appliance.config.checks import warnings
 from appliance.config.groups import plan_instances
 from appliance.config.layers import ignored_rows
 from appliance.config.loader import load_config
-from appliance.config.machine_room import SMALLER, host_needs
+from appliance.config.machine_room import host_needs
 from appliance.config.schema import Config, Devices, KvSpillFolder, Model
 from appliance.config.sizing import read_model, uncached
 from appliance.engines.protocol import Verdict
@@ -48,6 +48,7 @@ from appliance.platform.cpus import (
     usable_by_workers,
 )
 from appliance.platform.gpus import GpusUnknown, driver_cuda_version
+from appliance.platform.installation import remedy_for
 from appliance.platform.machine_memory import read_fields, read_memory, read_text
 from appliance.platform.numa import read_nodes
 from appliance.units import human
@@ -131,7 +132,7 @@ def installed() -> list[Package]:
 def engine_remedy(config: Config | None) -> str:
     """How to install what computes, on the devices of the configuration."""
     if config is None or not config.devices.cuda:
-        return 'install the extra "cpu" of this package, or "gpu" for NVIDIA GPUs'
+        return f"{remedy_for('cpu')}; for NVIDIA GPUs: {remedy_for('gpu')}"
     try:
         extra = fitting_extra(driver_cuda_version())
     except GpusUnknown:
@@ -139,8 +140,8 @@ def engine_remedy(config: Config | None) -> str:
     if extra is None:
         return f"update the driver, which is older than CUDA {min(EXTRAS)}, and run this again"
     if extra == "gpu-cuda12":
-        return f'install vLLM and torch built for CUDA 12, then the extra "{extra}"'
-    return 'install the extra "gpu" of this package'
+        return f"install vLLM and torch built for CUDA 12, then {remedy_for(extra)}"
+    return remedy_for("gpu")
 
 
 def check_versions(packages: Sequence[Package], remedy: str) -> Iterator[Finding]:
@@ -284,14 +285,14 @@ def check_memory(config: Config, machine: SystemFacts, *, running: bool) -> Find
     what, needs = "memory", host_needs(config.devices)
     found = str(needs)
     if machine.total_bytes is not None and needs.bytes > machine.total_bytes:
-        return fail(what, f"{found} of {human(machine.total_bytes)} in all", SMALLER)
+        return fail(what, f"{found} of {human(machine.total_bytes)} in all", needs.remedy)
     if running:
         return ok(what, f"{found}, held by the daemon that runs")
     if machine.available_bytes is None:
         return ok(what, f"{found}; how much is available is not known")
     found += f" of {human(machine.available_bytes)} available"
     if needs.bytes > machine.available_bytes:
-        return warn(what, found, f"end what else uses memory, or {SMALLER}")
+        return warn(what, found, f"end what else uses memory, or {needs.remedy}")
     return ok(what, found)
 
 

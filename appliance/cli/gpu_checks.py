@@ -16,6 +16,7 @@ from appliance.platform.gpus import (
     driver_version,
     read_gpus,
 )
+from appliance.platform.installation import remedy_for
 from appliance.platform.numa import Nodes, read_nodes, refusal
 from appliance.units import human
 
@@ -92,7 +93,7 @@ def check_cuda(driver: str, cuda: Version, packages: CudaPackages) -> Finding:
     if extra is None:
         oldest = min(EXTRAS)
         return fail(what, f"{found}, older than CUDA {oldest}", "install driver 525 or newer")
-    remedy = f'install the extra "{extra}" of this package'
+    remedy = remedy_for(extra)
     if not packages.cupy:
         return fail(what, f"{found}; CuPy is not installed", remedy)
     names = [name for name, _ in packages.cupy]

@@ -208,7 +208,9 @@ def _terms(terms: dict[str, Any]) -> list[tuple[str, str]]:
         for name, key in (("interactive", "slo"), ("batch work", "batch_slo"))
     ]
     pinned = "stays in the host cache" if terms["pinned"] else "gives way in the host cache"
-    return [*levels, ("queue", f"at most {terms['max_queue']} requests"), ("pin", pinned)]
+    aliases = [("aliases", ", ".join(names))] if (names := terms.get("aliases")) else []
+    queue = ("queue", f"at most {terms['max_queue']} requests")
+    return [*levels, queue, ("pin", pinned), *aliases]
 
 
 def _whereabouts(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ from appliance.checkpoints.language_models import MEDIA, READS_IMAGES, why_no_im
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.quantized.quantization import method_of, multiplied
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
-from appliance.config.groups import check_groups, devices_of, plan_instances, unused_groups
+from appliance.config.groups import check_groups, devices_of, plan_instances, unused
 from appliance.config.machine_room import check_machine
 from appliance.config.model_parsers import check_parsers
 from appliance.config.problems import ProblemReport
@@ -49,6 +49,7 @@ from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
 from appliance.http.image_hosts import parse_host
 from appliance.platform import torchvision
 from appliance.platform.admin_socket import AdminSocketError, group_id
+from appliance.platform.installation import remedy_for
 from appliance.platform.tls import problem_with
 from appliance.policies import loader as policies
 from appliance.service.front_paths import FRONT_PATHS
@@ -145,7 +146,7 @@ def _check_telemetry(telemetry: Telemetry, report: ProblemReport) -> None:
         report.add(
             ("telemetry", "traces"),
             "OpenTelemetry is not installed",
-            'install the extra "otel" of this package, or use false',
+            f"{remedy_for('otel')}, or use false",
         )
 
 
@@ -251,8 +252,24 @@ def _check_names(models: tuple[Model, ...], report: ProblemReport) -> None:
                 "give each model a name of its own",
             )
         first.setdefault(model.name, index)
+    named = first | _check_aliases(models, first, report)
     for index, model in enumerate(models):
-        _check_adapter_names(index, model, first, report)
+        _check_adapter_names(index, model, named, report)
+
+
+def _check_aliases(
+    models: tuple[Model, ...], names: Mapping[str, int], report: ProblemReport
+) -> dict[str, int]:
+    """Whose aliases there are, by the numbers of their models."""
+    seen: dict[str, int] = {}
+    for index, model in enumerate(models):
+        for alias in model.aliases:
+            other = names.get(alias, seen.get(alias))
+            if other is not None:
+                wrong = f"{alias} is a name of {models[other].name} already"
+                report.add(("model", index, "aliases"), wrong, "have each name mean one model")
+            seen.setdefault(alias, index)
+    return seen
 
 
 def _check_adapter_names(
@@ -359,7 +376,9 @@ def read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry
             report.add(("model", index, "speculate"), error.wrong, error.remedy)
         except CheckpointError as error:
             at = ("model", index, "path")
-            remedy = _pull_instead(str(report.written(at)), Path(model.path)) or error.remedy
+            written = str(report.written(at))
+            remedy = _pull_instead(written, Path(model.path)) or _whole_path(written)
+            remedy = remedy or error.remedy
             report.add(at, error.wrong, remedy)
         except OSError as error:
             report.add(("model", index, "path"), str(error), "make it readable")
@@ -376,7 +395,22 @@ def read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry
 def _pull_instead(written: str, path: Path) -> str:
     """The remedy if a model of a hub was named; "" if not."""
     named = _HUB_NAME.fullmatch(written) and not path.parent.exists()
-    return f"use `appliance pull {written}`, or give the directory of a checkpoint" if named else ""
+    if not named:
+        return ""
+    return (
+        f"use `appliance pull {written} --dir DIR --no-add` and set path to the folder that it "
+        "prints, or give the directory of a checkpoint"
+    )
+
+
+def _whole_path(written: str) -> str:
+    """The remedy if a path begins with `~`, which is another folder for another user; "" if not."""
+    if written[:2] not in ("~", "~/"):
+        return ""
+    try:
+        return f"`~` is {Path.home()} for the user that reads this: write the whole path"
+    except RuntimeError:
+        return "the user that reads this has no home: write the whole path"
 
 
 def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
@@ -475,7 +509,7 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"api.keys: others than its owner can read or write {config.api.keys}; `chmod 600` it"
         )
-    found += [f"devices.group: no model may be served by {n}" for n in unused_groups(config)]
+    found += unused(config)
     found += [warning for model in config.models if (warning := _of_model(model))]
     if rest := config.devices.memory_bytes % config.devices.slab_bytes:
         found.append(f"devices.memory: the last {human(rest)} are less than a slab and stay unused")

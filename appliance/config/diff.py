@@ -12,7 +12,7 @@ from appliance.service.settings import ConfigChange
 from appliance.units import Address, Bytes, Seconds, human, toml
 from appliance.vocabulary import ModelName
 
-TERMS: Final = ("slo", "batch_slo", "max_queue", "pin")
+TERMS: Final = ("slo", "batch_slo", "max_queue", "pin", "aliases", "load")
 """Keys of a model that are applied while it is served."""
 LIMITS: Final = (("api", "max_queue"), ("api", "progress_deadline"), ("log", "level"))
 TLS: Final = (("api", "tls_certificate"), ("api", "tls_key"))

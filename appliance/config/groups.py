@@ -13,6 +13,7 @@ import msgspec
 
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import Config, DeviceGroup, Devices, Model
+from appliance.config.toml_lines import KeyPath
 from appliance.errors import nearest
 
 
@@ -51,37 +52,42 @@ def _groups(devices: Devices) -> tuple[DeviceGroup, ...]:
 
 def instances_of(model: Model, devices: Devices) -> frozenset[int] | None:
     """Numbers of the instances that may serve the model; None for all."""
-    if not model.groups:
+    if not model.groups and not model.instances:
         return None
-    plans = enumerate(plan_instances(devices))
-    return frozenset([number for number, plan in plans if plan.group in model.groups])
+    return frozenset(_plans_of(model, devices))
 
 
 def devices_of(model: Model, devices: Devices) -> Devices:
-    """The devices as the model finds them: instances alike, of as many ranks as its groups have."""
-    groups = _groups_of(model, devices)
-    if not groups:
+    """The devices as the model finds them: instances alike, of as many ranks as its own have."""
+    plans = _plans_of(model, devices)
+    if not plans or not (devices.groups or model.instances):
         return devices
     return msgspec.structs.replace(
         devices,
         groups=(),
-        instances=sum([group.count for group in groups]),
-        tensor_parallel=groups[0].tensor_parallel,
+        instances=len(plans),
+        tensor_parallel=next(iter(plans.values())).ranks,
     )
 
 
-def _groups_of(model: Model, devices: Devices) -> list[DeviceGroup]:
-    return [one for one in devices.groups if not model.groups or one.name in model.groups]
+def _plans_of(model: Model, devices: Devices) -> dict[int, InstancePlan]:
+    """The instances that may serve the model, by their numbers."""
+    return {
+        number: plan
+        for number, plan in enumerate(plan_instances(devices))
+        if (not model.groups or plan.group in model.groups)
+        and (not model.instances or number in model.instances)
+    }
 
 
 def differing_ranks(devices: Devices) -> str:
     """What the numbers of ranks are if groups have different ones, as "1 and 2"; "" if not. A model
     has to name its groups then."""
-    return _numbers(devices.groups)
+    return _numbers(plan_instances(devices))
 
 
-def _numbers(groups: Iterable[DeviceGroup]) -> str:
-    ranks = sorted({group.tensor_parallel for group in groups})
+def _numbers(plans: Iterable[InstancePlan]) -> str:
+    ranks = sorted({plan.ranks for plan in plans})
     return " and ".join(map(str, ranks)) if len(ranks) > 1 else ""
 
 
@@ -136,26 +142,41 @@ def _check_gpus(index: int, devices: Devices, taken: set[int], report: ProblemRe
 
 
 def _check_model(index: int, model: Model, devices: Devices, report: ProblemReport) -> None:
-    at = ("model", index, "groups")
+    at: KeyPath = ("model", index, "groups")
     known = [group.name for group in devices.groups]
     for name in model.groups:
         if name not in known:
             report.add(at, f"there is no group {name!r}", nearest(name, known))
             return
-    if numbers := _numbers(_groups_of(model, devices)):
+    if model.instances:
+        at = ("model", index, "instances")
+        count = len(plan_instances(devices))
+        if model.groups:
+            report.add(at, "groups says where it may run already", "leave one of the two out")
+            return
+        if beyond := [number for number in model.instances if number >= count]:
+            report.add(
+                at, f"there is no instance {beyond[0]}", f"use numbers from 0 to {count - 1}"
+            )
+            return
+    if numbers := _numbers(_plans_of(model, devices).values()):
+        of = "instances" if model.instances else "groups"
         report.add(
             at,
-            f"{model.name} is on groups of {numbers} ranks, which divide its weights and its KV "
+            f"{model.name} is on {of} of {numbers} ranks, which divide its weights and its KV "
             "differently",
-            "name groups of one number of ranks; to have it in others too, add a second [[model]] "
+            f"name {of} of one number of ranks; to have it in others too, add a second [[model]] "
             "with another name and the same path",
         )
 
 
-def unused_groups(config: Config) -> list[str]:
-    """Names of groups that no model may be served by."""
-    groups = config.devices.groups
-    if not all([model.groups for model in config.models]):
-        return []
-    used = {name for model in config.models for name in model.groups}
-    return [group.name for group in groups if group.name not in used]
+def unused(config: Config) -> list[str]:
+    """What no model may be served by, each with its key: groups, or instances if there are none."""
+    plans = plan_instances(config.devices)
+    used = {number for model in config.models for number in _plans_of(model, config.devices)}
+    if not config.devices.groups:
+        idle = [f"instance {number}" for number in range(len(plans)) if number not in used]
+        return [f"devices.instances: no model may be served by {one}" for one in idle]
+    busy = {plans[number].group for number in used}
+    names = [group.name for group in config.devices.groups if group.name not in busy]
+    return [f"devices.group: no model may be served by {name}" for name in names]

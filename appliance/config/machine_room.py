@@ -7,7 +7,7 @@ again (docs/decisions/0109-memory-of-the-machine.md).
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from appliance.config.groups import plan_instances
 from appliance.config.problems import ProblemReport
@@ -16,8 +16,6 @@ from appliance.errors import ApplianceError
 from appliance.platform import machine_memory
 from appliance.platform.machine_memory import MachineMemory
 from appliance.units import human, no_more
-
-SMALLER: Final = "make devices.memory or devices.host_cache smaller, or use fewer instances"
 
 
 class TooLittleMemory(ApplianceError):
@@ -40,7 +38,17 @@ class HostNeeds(NamedTuple):
     def bytes(self) -> int:
         return self.pools + self.host_cache
 
+    @property
+    def remedy(self) -> str:
+        """What makes them less: pools on GPUs take none of it."""
+        if not self.pools:
+            return "make devices.host_cache smaller"
+        host_cache = " or devices.host_cache" if self.host_cache else ""
+        return f"make devices.memory{host_cache} smaller, or use fewer instances"
+
     def __str__(self) -> str:
+        if not self.pools:
+            return f"host cache {human(self.host_cache)}"
         times = f" ({self.ranks} of {human(self.pool)})" if self.ranks > 1 else ""
         return f"pools {human(self.pools)}{times} + host cache {human(self.host_cache)}"
 
@@ -64,9 +72,9 @@ def check_machine(devices: Devices, report: ProblemReport) -> None:
     others = needs.bytes - (needs.host_cache if key == "host_cache" else needs.pools)
     each = (total - others) // (1 if key == "host_cache" else needs.ranks)
     fewer = ", or use fewer instances" if key == "memory" and needs.ranks > 1 else ""
-    remedy = (
-        f"set it to less than {no_more(each)}{fewer}" if each >= devices.slab_bytes else SMALLER
-    )
+    remedy = needs.remedy
+    if each >= devices.slab_bytes:
+        remedy = f"set it to less than {no_more(each)}{fewer}"
     report.add(
         ("devices", key),
         f"{needs} are more than the {human(total)} of memory of {machine.owner}",
@@ -80,5 +88,5 @@ def refuse_now(devices: Devices, machine: MachineMemory) -> None:
     if available is not None and needs.bytes > available:
         raise TooLittleMemory(
             f"{needs}: only {human(available)} of memory are available now; end what else uses "
-            f"memory, or {SMALLER}"
+            f"memory, or {needs.remedy}"
         )

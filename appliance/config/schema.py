@@ -554,7 +554,7 @@ class Usage(Section, kw_only=True):
         Meta(
             ge=1000,
             description="Most rows, one for each day, key, model and outcome, all in memory (0.5 "
-            "KB each). When there are more, the oldest days leave.",
+            "KB each). When there are more, the oldest days leave, but none of this month.",
         ),
     ] = 200_000
 
@@ -787,6 +787,13 @@ class Model(Section, kw_only=True):
             extra=MAY_BE_AUTO,
         ),
     ] = 0
+    aliases: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")], ...],
+        Meta(
+            description="Further names that clients may call it, such as `gpt-4o`. Keys, limits "
+            "and usage go by its own.",
+        ),
+    ] = ()
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Meta(description="Type to compute in; `auto` is the stored one, bfloat16 for float32."),
@@ -899,6 +906,20 @@ class Model(Section, kw_only=True):
             "many ranks; without any, every instance."
         ),
     ] = ()
+    instances: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        Meta(
+            description="Numbers of the instances that may serve it, from 0, in place of `groups`; "
+            "all of as many ranks, such as `[0, 2]`. Without either, every instance.",
+        ),
+    ] = ()
+    load: Annotated[
+        bool,
+        Meta(
+            description="Load its weights onto a device when the daemon starts, or when it is "
+            "added, before the first request. They leave as those of other models do."
+        ),
+    ] = False
     max_queue: Annotated[
         int, Meta(ge=1, description="Its requests in the appliance at once; one more gets 429.")
     ] = 1024

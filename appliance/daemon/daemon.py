@@ -284,8 +284,7 @@ class Daemon:
         )
 
     def start(self) -> None:
-        """Start the workers; requests are taken at once. The host tier's pages are brought in and
-        locked meanwhile, once, so that no request waits for that."""
+        """Start the workers; requests are taken at once. The host tier's pages come meanwhile."""
         threading.Thread(target=self._lock_host, name="host-tier", daemon=True).start()
         if self._gpus is not None:
             self._gpus.start(_on_this_loop(self._quarantine.gpu_failed))
@@ -293,6 +292,7 @@ class Daemon:
             self._kv_disk.start(_on_this_loop(self._on_report))
         for worker in self.workers.values():
             worker.start()
+        self.catalogue.load_wanted()
         self.autopilot.start()
 
     def _lock_host(self) -> None:

@@ -19,6 +19,7 @@ from appliance.gateway.acceptor import Acceptor, FrontEnds, listen_at
 from appliance.http.connections import Connection
 from appliance.http.lifespan import Lifespan
 from appliance.platform.systemd import Notifier
+from appliance.units import Address
 
 STATUS_SECONDS = 5.0
 """How often the service manager gets the state, if it wants it no more often."""
@@ -28,6 +29,9 @@ FRESH_SECONDS = 1.0
 
 GRACE_SECONDS = 3
 """How long connections, and front ends, may take to send what they have after the drain."""
+
+BACKLOG = 2048
+"""Connections that wait to be accepted, as in `appliance.socket`."""
 
 log = logging.getLogger("appliance.serve")
 
@@ -94,14 +98,16 @@ class Server(uvicorn.Server):
         await super().startup([])
         if sockets is None:
             try:
-                sockets = self._bound = listen_at(config.host, config.port, config.backlog)
-            except OSError as error:
+                sockets = self._bound = bound_at(config.host, config.port, config.backlog)
+            except ApplianceError:
                 await self.lifespan.shutdown()
-                raise ApplianceError(_not_bound(config.host, config.port, error)) from error
+                raise
         kind = config.http_protocol_class
         assert issubclass(kind, Connection)
         self.acceptor = Acceptor(self._make, kind, self._front_ends, config.ssl, config.root_path)
         self.acceptor.start(sockets)
+        if places := ", ".join(map(_place, filter(_is_tcp, sockets))):
+            log.info("listening at %s", places)
         self.listening.set()
 
     def _make(self) -> Connection:
@@ -130,6 +136,45 @@ class Server(uvicorn.Server):
         await super().shutdown([*(sockets or []), *self._bound])
         with contextlib.suppress(TimeoutError):  # which uvicorn leaves out when it ends at once
             await asyncio.wait_for(self.lifespan.shutdown(), GRACE_SECONDS)
+
+
+def bound_at(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets that listen where `api.bind` says. Raises `ApplianceError`, with the remedy."""
+    try:
+        return listen_at(host, port, backlog)
+    except OSError as error:
+        raise ApplianceError(_not_bound(host, port, error)) from error
+
+
+def bound_beside(passed: Sequence[socket.socket], bind: Address) -> list[socket.socket]:
+    """Sockets that listen at `bind`, which the configuration chose, unless one that the service
+    manager passed does; the log warns of them. Raises `ApplianceError`."""
+    if any(_serves(listener, bind) for listener in passed):
+        return []
+    log.warning(
+        "api.bind: %s is not where the service manager listens (%s): the daemon listens there, "
+        "too, but not while it restarts; set ListenStream=%s with `systemctl edit "
+        "appliance.socket`, or leave api.bind out",
+        bind,
+        ", ".join(map(_place, passed)),
+        bind,
+    )
+    return bound_at(bind.host, bind.port, BACKLOG)
+
+
+def _is_tcp(listener: socket.socket) -> bool:
+    return listener.family in (socket.AF_INET, socket.AF_INET6)
+
+
+def _place(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if listener.family == socket.AF_INET6 else f"{host}:{port}"
+
+
+def _serves(listener: socket.socket, bind: Address) -> bool:
+    """Whether connections to `bind` come to a socket."""
+    host, port = listener.getsockname()[:2]
+    return port == bind.port and host in (bind.host, "0.0.0.0", "::")
 
 
 def _not_bound(host: str, port: int, error: OSError) -> str:

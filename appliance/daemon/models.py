@@ -80,12 +80,12 @@ class ModelAdministration:
         return served
 
     def base_of(self, name: ModelName) -> ModelName:
-        """The model of this name, or the one that has the adapter of this name. Raises
+        """The model of this name or alias, or the one that has the adapter of this name. Raises
         `ModelNotFound`."""
         if name in self.served and name not in self.removing:
             return name
         for base in self.names():
-            if name in self.served[base].adapters:
+            if name in self.served[base].adapters or name in self.served[base].aliases:
                 return base
         raise ModelNotFound(name)
 
@@ -94,7 +94,8 @@ class ModelAdministration:
         if name in self.served:
             raise ModelExists(name, removing=name in self.removing)
         for base, served in self.served.items():
-            if any(name == full_name(base, one.name) for one in served.worker.adapters):
+            adapters = [full_name(base, one.name) for one in served.worker.adapters]
+            if name in (*adapters, *served.aliases):
                 raise ModelExists(name)
 
     def names(self) -> list[ModelName]:
@@ -116,6 +117,11 @@ class ModelAdministration:
         self._feed.tell(NoticeKind.MODEL_LOAD_REQUESTED, model=name)
         self._handle(ModelLoadRequested(model=name))
 
+    def load_wanted(self) -> None:
+        """Load the models that are to be loaded at the start."""
+        for name in [name for name, served in self.served.items() if served.load]:
+            self.load(name)
+
     def evict(self, name: ModelName) -> None:
         """Have it give back what it holds on devices. Raises `ModelNotFound`."""
         self.find(name)
@@ -134,7 +140,12 @@ class ModelAdministration:
         spec = msgspec.structs.replace(
             served.spec, slo=terms.slo, batch_slo=terms.batch_slo, pinned=terms.pinned
         )
-        self._change(msgspec.structs.replace(served, spec=spec, max_queue=terms.max_queue))
+        aliases = terms.aliases
+        self._change(
+            msgspec.structs.replace(served, spec=spec, max_queue=terms.max_queue, aliases=aliases)
+        )
+        if aliases != served.aliases:
+            self.on_change()
 
     def add(self, served: ServedModel, kv_floor_slabs: int) -> None:
         """Serve a model more from now on; the host tier has `kv_floor_slabs` for KV at least.
@@ -148,6 +159,8 @@ class ModelAdministration:
         self._feed.tell(NoticeKind.MODEL_ADDED, model=name)
         self._handle(ModelAdded(model=served.spec, kv_floor_slabs=kv_floor_slabs))
         self.on_change()
+        if served.load:
+            self.load(name)
 
     def change_adapters(
         self,

@@ -27,6 +27,7 @@ from appliance.checkpoints.sources import Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
 from appliance.config.auto import with_models
 from appliance.config.diff import (
+    TERMS,
     TLS,
     as_written,
     changes,
@@ -48,6 +49,7 @@ from appliance.platform.tls import LiveTls, Pair, TlsProblem, read_pair
 from appliance.service.event_log import NoticeKind
 from appliance.service.interface import (
     AdapterNotPlaced,
+    GenerationFailed,
     ModelActivity,
     ModelExists,
     ModelNotFound,
@@ -471,15 +473,10 @@ class LiveConfig:
             new = read.get(model.name, model)
             if terms_of(new) != terms_of(model):
                 self._daemon.catalogue.change(model.name, terms_of(new))
-            models.append(
-                msgspec.structs.replace(
-                    model,
-                    slo=new.slo,
-                    batch_slo=new.batch_slo,
-                    max_queue=new.max_queue,
-                    pin=new.pin,
-                )
-            )
+            if new.load and not model.load:
+                _load(self._daemon, model.name)
+            terms = {key: getattr(new, key) for key in TERMS}
+            models.append(msgspec.structs.replace(model, **terms))
         self._running = msgspec.structs.replace(self._running, models=tuple(models))
 
     def _join(self, found: Config, models: Sequence[ServedModel], kv_floor: int) -> None:
@@ -534,6 +531,14 @@ def _renewal(
             new=f"sha256:{new[:SHOWN_DIGITS]}",
             applies="reload",
         )
+
+
+def _load(daemon: Daemon, name: ModelName) -> None:
+    """Load a model that is to be loaded from now on; the log tells of one that cannot be."""
+    try:
+        daemon.load_model(name)
+    except GenerationFailed as error:
+        log.warning("%s is not loaded: %s", name, error.message)
 
 
 def tls_pair(config: Config, file: Path) -> Pair | None:

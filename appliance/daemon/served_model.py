@@ -32,6 +32,9 @@ class ServedModel(msgspec.Struct, frozen=True):
     dtype: str = ""
     max_queue: int = 1024
     """Its live requests at most."""
+    aliases: tuple[str, ...] = ()
+    load: bool = False
+    """Whether it is loaded onto a device at the start, or when it is added."""
     parameters: int = 0
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
@@ -94,6 +97,8 @@ class ServedModel(msgspec.Struct, frozen=True):
             task=self.worker.task,
             created=self.created,
             tool_parser=self.tool_parser,
+            tool_parser_is_auto=self.parsers.tools.is_auto,
+            aliases=self.aliases,
             reasoning_parser=self.reasoning_parser,
             max_logprobs=self.worker.max_logprobs,
             return_tokens_as_token_ids=self.return_tokens_as_token_ids,
@@ -154,6 +159,8 @@ def served_model(
         architecture=entry.architecture,
         dtype=entry.dtype,
         max_queue=terms.max_queue,
+        aliases=terms.aliases,
+        load=model.load,
         parameters=entry.parameters,
         kv_bytes_per_token=entry.kv_bytes_per_token,
         state_bytes=entry.state_bytes,
@@ -169,6 +176,7 @@ def terms_of(model: Model) -> ModelTerms:
         batch_slo=_slo(model.batch_slo),
         max_queue=model.max_queue,
         pinned=model.pin,
+        aliases=model.aliases,
     )
 
 

@@ -138,11 +138,12 @@ class ModelActivities:
         return next(card for card in self.cards(base) if card.id == name)
 
     def cards(self, name: ModelName) -> list[ModelCard]:
-        """A model as clients see it, and the same with each of its adapters."""
-        card = self._card(name)
-        adapters = self._catalogue.served[name].adapters
+        """A model as clients see it, and the same by its aliases, and with each of its adapters."""
+        card, served = self._card(name), self._catalogue.served[name]
         replace = msgspec.structs.replace
-        return [card, *(replace(card, id=adapter, base=name) for adapter in adapters)]
+        aliases = (replace(card, id=alias, root=name) for alias in served.aliases)
+        adapters = (replace(card, id=adapter, base=name) for adapter in served.adapters)
+        return [card, *aliases, *adapters]
 
     def _card(self, name: ModelName) -> ModelCard:
         served = self._catalogue.served[name]
@@ -209,6 +210,7 @@ class ModelActivities:
                 batch_slo=spec.batch_slo,
                 max_queue=served.max_queue,
                 pinned=spec.pinned,
+                aliases=served.aliases,
             ),
             facts=served.facts,
         )

@@ -20,6 +20,9 @@ REQUEST_HEADER: Final = "x-appliance-request"
 class Call:
     """What the core said of a call, and what the call asked of the core."""
 
+    one_by_one = False
+    """Whether a parser of its tools reads streams one token at a time."""
+
     def __init__(
         self,
         number: int,

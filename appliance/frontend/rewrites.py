@@ -59,6 +59,9 @@ class Body:
         self._ignored.append(name)
 
 
+_DEARER_TIERS: Final = ("priority", "scale")
+"""There are none here. An answer that repeats the tier says `default`, as OpenAI's does where a
+project has not the one that it asks for."""
 Object: TypeAlias = dict[str, Any]
 Objects: TypeAlias = list[Object]
 _Names: TypeAlias = list[str]
@@ -80,6 +83,8 @@ def _chat(body: Body, reasons: bool) -> None:
 
 
 def _responses(body: Body, reasons: bool) -> None:
+    if body.read("service_tier", str) in _DEARER_TIERS:
+        body.write("service_tier", "default")
     _note(body, "text", "verbosity")
     _note(body, "reasoning", "summary")
     left_out = _leave_out_tools(body, _is_callable)

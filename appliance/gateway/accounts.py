@@ -16,7 +16,7 @@ import msgspec
 
 from appliance.access.auth import Access, BudgetSpent, Caller
 from appliance.engines.protocol import Produced
-from appliance.http.errors import ApiError
+from appliance.http.errors import ApiError, BadRequest
 from appliance.service.front_frames import Submit
 from appliance.service.interface import RequestTimes
 from appliance.usage.entries import CUT, WHOLE, Amounts, Entry, month_of
@@ -57,7 +57,7 @@ class Accounts:
     def reserve(self, caller: Caller, tokens: int, together: int) -> int:
         """Tokens that the key of a caller may spend; the first of several sequences says how many
         all of them need `together`. Raises `ApiError` if the month's budget has not that many, or
-        if nothing can be counted."""
+        has never that many, or if nothing can be counted."""
         if self.ledger is not None and self.ledger.full:
             message = "usage cannot be written down: the disk of the ledger takes no more data"
             raise ApiError(503, message, code="usage_not_counted", headers={"Retry-After": "5"})
@@ -70,9 +70,17 @@ class Accounts:
                 "usage.directory has to be set"
             )
             raise ApiError(503, message, code="budget_not_counted")
+        needed = max(tokens, together)
+        if needed > key.tokens_per_month:
+            self._access.metrics.refused(key.name, BUDGET)
+            message = (
+                f"this request may need {needed} tokens, and the whole monthly budget of its key "
+                f"is {key.tokens_per_month}: ask for fewer (max_tokens), or have its "
+                "tokens_per_month raised"
+            )
+            raise BadRequest(message, code="more_than_budget")
         now = self.wall_clock()
         spent = self.ledger.spent_tokens(key.name, month_of(now))
-        needed = max(tokens, together)
         if spent + self._reserved[key.name] + needed > key.tokens_per_month:
             self._access.metrics.refused(key.name, BUDGET)
             passes = spent + needed <= key.tokens_per_month

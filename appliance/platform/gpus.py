@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from appliance.platform.installation import remedy_for
+
 PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
@@ -157,8 +159,8 @@ def nvml_open() -> Iterator[Any]:
         nvml = importlib.import_module("pynvml")
     except ImportError as error:
         raise GpusUnknown(
-            'NVIDIA\'s management library cannot be asked: install the extra "gpu" of this package '
-            '(drivers older than 580: "gpu-cuda12")'
+            f"NVIDIA's management library cannot be asked: {remedy_for('gpu')} (drivers older than "
+            f"580: {remedy_for('gpu-cuda12')})"
         ) from error
     try:
         nvml.nvmlInit()

@@ -58,6 +58,10 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     """vLLM's names."""
+    tool_parser_is_auto: bool = False
+    """Whether `auto` chose it: it is left out where the tokenizer refuses it."""
+    aliases: tuple[ModelName, ...] = ()
+    """What clients may call it besides its name."""
     max_logprobs: int = 20
     return_tokens_as_token_ids: bool = False
     pooler_config: dict[str, PoolerValue] = {}

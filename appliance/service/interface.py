@@ -283,6 +283,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     id: ModelName
     base: ModelName = ""
     """The model that is computed with an adapter, if this is one."""
+    root: ModelName = ""
+    """The model that this is an alias of, if it is one."""
     created: int
     max_context_tokens: int
     owned_by: str = "appliance"
@@ -302,6 +304,16 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """The most of a prompt."""
     sounds: int = 0
     """The most of a chat's prompt."""
+
+    @property
+    def named(self) -> ModelName:
+        """The name that keys have: an alias is not one of its own."""
+        return self.root or self.id
+
+    @property
+    def model(self) -> ModelName:
+        """The model of the catalogue that answers."""
+        return self.base or self.named
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
@@ -371,6 +383,8 @@ class ModelTerms(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int
     pinned: bool
     """Whether its weights stay in the host cache, even if other models need the room."""
+    aliases: tuple[ModelName, ...] = ()
+    """What clients may call it besides its name."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -74,7 +74,8 @@ class Plan(NamedTuple):
 class Books:
     """Sums by day, key, model and outcome, and the entries that came lately. An entry costs O(1);
     rows leave when they are older than `months` whole months, or when there are more than
-    `max_rows`: then whole days do, the oldest first."""
+    `max_rows`: then whole days do, the oldest first. Those of this month stay, as budgets count
+    them: there are at most 31 days of each key, model and outcome."""
 
     def __init__(
         self, *, months: int, max_rows: int, rows: Iterable[Row] = (), recent: Iterable[Row] = ()
@@ -175,12 +176,13 @@ class Books:
 
     def _too_old(self, cells: dict[Cell, Amounts], now: float) -> frozenset[int]:
         """The days that leave."""
-        oldest = first_day(month_of(now), -self._months)
+        month = month_of(now)
+        oldest, of_this_month = first_day(month, -self._months), first_day(month)
         days = self._days | Counter({cell.day: 1 for cell in cells})
         dropped = {day for day in days if day < oldest}
         count = len(self._cells) + sum(cell not in self._cells for cell in cells)
         if count > self._max_rows:
-            for day in sorted(days)[:-1]:
+            for day in sorted(day for day in days if day < of_this_month):
                 dropped.add(day)
                 count -= days[day]
                 if count <= self._max_rows:

@@ -11,15 +11,15 @@ import asyncio
 import fcntl
 import logging
 import os
+import threading
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from appliance.errors import ApplianceError
-from appliance.platform.database import Database
+from appliance.platform.database import Change, Database
 from appliance.platform.durable import make_folder
 from appliance.usage.books import MIGRATIONS, Books
 from appliance.usage.entries import Entry, month_of
@@ -78,7 +78,8 @@ class Ledger:
         """Whether the disk is late or refuses: no answer waits for it then."""
         self._alarm: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "usage")
+        self._at_disk = False
+        """Whether a transaction is being written."""
         self._lock: int | None = None
         self.books: Books
         """There while it is open."""
@@ -132,7 +133,8 @@ class Ledger:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def aclose(self) -> None:
-        """Write what waits, if the disk takes it in time. Idempotent."""
+        """Write what waits, if the disk takes it in time; a disk that hangs is left behind.
+        Idempotent."""
         writing = self._writing
         if writing is not None:
             with suppress(TimeoutError):
@@ -140,39 +142,72 @@ class Ledger:
         if self._pending:
             log.error("%d entries of the ledger are lost: %s", len(self._pending), self.trouble)
         self._let_go(self._came)
-        self._thread.shutdown(wait=False)
-        if self._lock is not None:
+        if self._at_disk:
+            # Both would wait for the disk; the system closes them with the process.
+            log.error("the disk of the ledger still writes; the appliance ends without it")
+        elif self._lock is not None:
             self._database.close()
             self._unlock()
 
     # --- writing ---------------------------------------------------------------------------------
 
     async def _write(self) -> None:
-        """Until nothing waits."""
-        loop = asyncio.get_running_loop()
+        """Until nothing waits, whatever goes wrong meanwhile."""
         try:
             while self._pending:
-                entries = [
-                    self._pending[at] for at in range(min(len(self._pending), MOST_TOGETHER))
-                ]
-                plan = self.books.plan(entries, self._now())
-                changes = self.books.changes(plan)
                 try:
-                    await loop.run_in_executor(self._thread, self._database.write, changes)
-                except OSError as error:
-                    self._is_late(f"the ledger of usage cannot be written: {error.strerror}")
+                    await self._write_some()
+                except Exception as error:  # of the disk; any other is a mistake of ours
+                    self._cannot_write(error)
                     await asyncio.sleep(RETRY_SECONDS)
-                    continue
-                self.books.apply(plan)
-                for entry in entries:
-                    self._pending.popleft()
-                    self._count_pending(entry, -1)
-                self._written += len(entries)
-                self._let_go(self._written)
-                if len(self._pending) <= MOST_TOGETHER:
-                    self._in_time()
         finally:
             self._writing = None
+
+    async def _write_some(self) -> None:
+        """A transaction of the oldest entries. Raises what goes wrong; they wait then."""
+        entries = [self._pending[at] for at in range(min(len(self._pending), MOST_TOGETHER))]
+        plan = self.books.plan(entries, self._now())
+        await self._on_disk(self.books.changes(plan))
+        self.books.apply(plan)
+        for entry in entries:
+            self._pending.popleft()
+            self._count_pending(entry, -1)
+        self._written += len(entries)
+        self._let_go(self._written)
+        if len(self._pending) <= MOST_TOGETHER:
+            self._in_time()
+
+    async def _on_disk(self, changes: Sequence[Change]) -> None:
+        """Write, in a thread that no end of the process waits for. Raises as the database does."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def tell(error: Exception | None) -> None:
+            if done.done():  # the appliance ends without it
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def work() -> None:
+            found: Exception | None = None
+            try:
+                self._database.write(changes)
+            except Exception as error:  # for the loop
+                found = error
+            self._at_disk = False
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tell, found)
+
+        self._at_disk = True
+        threading.Thread(target=work, name="usage", daemon=True).start()
+        await done
+
+    def _cannot_write(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else None
+        shown = reason or f"{type(error).__name__}: {error}"
+        self._is_late(f"the ledger of usage cannot be written: {shown}", None if reason else error)
 
     def _count_pending(self, entry: Entry, sign: int) -> None:
         month = entry.key, month_of(entry.ended)
@@ -185,7 +220,11 @@ class Ledger:
     def _let_go(self, number: int) -> None:
         """Let the answers of the first entries, so many, go on."""
         while self._waiting and self._waiting[0].number <= number:
-            self._waiting.popleft().go_on()
+            go_on = self._waiting.popleft().go_on
+            try:
+                go_on()
+            except Exception:  # of one answer: the others wait for theirs
+                log.exception("an answer whose usage is counted cannot go on")
         self._set_alarm()
 
     def _set_alarm(self) -> None:
@@ -203,9 +242,10 @@ class Ledger:
         else:
             self._set_alarm()
 
-    def _is_late(self, trouble: str) -> None:
-        if not self._late:
-            log.error("%s; answers do not wait for it", trouble)
+    def _is_late(self, trouble: str, error: Exception | None = None) -> None:
+        """`error` is one that no disk makes: its trace is logged."""
+        if trouble != self.trouble:
+            log.error("%s; answers do not wait for it", trouble, exc_info=error)
         self._late, self.trouble = True, trouble
         self._let_go(self._came)
 

@@ -184,6 +184,18 @@ def test_flex_is_work_of_the_class_batch(path: str) -> None:
     assert not asked(path, {"service_tier": "default"})[0].flex
 
 
+@pytest.mark.parametrize("tier", ["priority", "scale"])
+def test_an_answer_repeats_no_tier_that_there_is_not(tier: str) -> None:
+    """It says the one that it had, as OpenAI's do."""
+    checked, _ = asked(RESPONSES, {"service_tier": tier}, strict=True)
+
+    assert checked.body is not None
+    assert msgspec.json.decode(checked.body["service_tier"]) == "default"
+    assert checked.header == "service_tier"
+    kept, _ = asked(RESPONSES, {"service_tier": "flex"}, strict=True)
+    assert kept.body is None or msgspec.json.decode(kept.body["service_tier"]) == "flex"
+
+
 # --- what would change the answer ----------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from appliance.frontend.serving.parsing.failures import (
     ParserFailed,
     adapt_parsers,
     naming_failures,
+    with_usable_parsers,
 )
 from appliance.frontend.serving.parsing.without_tools import left_without_tools
 from tests.frontend.conftest import like, model_at
@@ -108,6 +109,44 @@ def test_an_answer_without_tools_is_as_without_a_parser(
     assert streamed == said
 
 
+THOUGHTS = ["one two", "<think>\none</think>\n\ntwo", "one</think><tool_call>two", "<think>o < n["]
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1", "mistral"])
+@pytest.mark.parametrize("name", sorted({family.parser for family in TOOL_FAMILIES}))
+@pytest.mark.parametrize("asked", [without_tools(), without_tools(tools=[TOOL])])
+def test_reasoning_without_tools_is_read_as_without_a_tool_parser(
+    name: str, reasoning: str, asked: ChatCompletionRequest, words: PreTrainedTokenizerBase
+) -> None:
+    """Requests are changed, and answers read in one piece and in a stream, as vLLM does with the
+    reasoning parser alone."""
+    alone = ParserManager.get_parser(None, reasoning)
+    both = with_held_text(ParserManager.get_parser(name, reasoning, enable_auto_tools=True))
+    assert alone is not None
+    assert both is not None
+    ours = left_without_tools(both)
+    changed = [
+        kind(words, asked.tools).adjust_request(asked.model_copy(deep=True)).model_dump()
+        for kind in (alone, ours)
+    ]
+    assert changed[0] == changed[1]
+    for text in THOUGHTS:
+        tokens = words.encode(text, add_special_tokens=False)
+        read = [
+            kind(words, asked.tools).parse(
+                text, asked, enable_auto_tools=True, model_output_token_ids=tokens
+            )[:2]
+            for kind in (alone, ours)
+        ]
+        assert read[0] == read[1]
+        streams = [kind(words, asked.tools) for kind in (alone, ours)]
+        for piece, ids in [*pieces(words, text), ("", [])]:
+            deltas = [
+                stream.parse_delta(piece, ids, asked, [1], finished=not ids) for stream in streams
+            ]
+            assert deltas[0] == deltas[1]
+
+
 @pytest.mark.parametrize("asked", [without_tools(), without_tools(tools=[TOOL])])
 def test_the_renderer_leaves_requests_without_tools_alone(
     asked: ChatCompletionRequest, words: PreTrainedTokenizerBase, generator: Path
@@ -134,7 +173,8 @@ def test_the_renderer_leaves_requests_without_tools_alone(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def core(generator: Path) -> AsyncIterator[StandInCore]:
     """`caller` has the parser that `auto` stands for, and `mute` none, since its template has no
-    tools; `wrong` has one that its tokenizer cannot have. All say the same."""
+    tools; `wrong` has one that its tokenizer cannot have, and so has `unlucky`, by `auto`. All say
+    the same."""
     caller = like(generator, generator.parent / "caller", model_type="qwen2")
     edited = json.loads((caller / "tokenizer_config.json").read_text(encoding="utf-8"))
     edited["chat_template"] = TEMPLATE
@@ -144,6 +184,7 @@ async def core(generator: Path) -> AsyncIterator[StandInCore]:
         for name, path in (("caller", caller), ("mute", generator))
     ]
     served.append(model_at(generator, "wrong", tool_parser="mistral"))
+    served.append(model_at(generator, "unlucky", tool_parser="mistral", tool_parser_is_auto=True))
     async with front_end(served) as core:
         tokens = Tokenizer.from_file(str(generator / "tokenizer.json"))
         core.saying = lambda submit: tokens.encode(CALL, add_special_tokens=False).ids
@@ -164,16 +205,17 @@ class TestFrontEnd:
         assert (call.function.name, call.function.arguments) == ("look", "{}")
         assert message.content == "so "
 
-    @pytest.mark.parametrize("model", ["caller", "mute"])
+    @pytest.mark.parametrize("model", ["caller", "mute", "unlucky"])
     async def test_without_tools_all_of_it_is_content(self, core: StandInCore, model: str) -> None:
         message = await ask(core, model)
         assert (message.content, message.tool_calls) == (CALL, None)
 
+    @pytest.mark.parametrize("model", ["mute", "unlucky"])
     async def test_without_a_parser_tools_are_refused_by_the_name_of_the_key(
-        self, core: StandInCore
+        self, core: StandInCore, model: str
     ) -> None:
         with pytest.raises(openai.BadRequestError, match="tool_parser"):
-            await ask(core, "mute", tools=[TOOL])
+            await ask(core, model, tools=[TOOL])
 
     async def test_a_parser_that_cannot_have_the_tokenizer_is_named(
         self, core: StandInCore
@@ -184,6 +226,22 @@ class TestFrontEnd:
             told.value
         )
         assert 'use "auto"' in str(told.value)
+
+
+def test_a_parser_of_auto_that_the_tokenizer_refuses_is_left_out_and_logged(
+    words: PreTrainedTokenizerBase, generator: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name is refused, and a parser that can be used stays."""
+    plain = AutoTokenizer.from_pretrained(generator)
+    model = model_at(generator, "m", tool_parser="mistral", tool_parser_is_auto=True)
+    with caplog.at_level(logging.WARNING):
+        assert with_usable_parsers(model, plain).tool_parser is None
+    assert 'tool_parser = "auto" means "mistral" for m' in caplog.text
+    assert "served without tools" in caplog.text
+    with pytest.raises(ParserFailed, match='use "auto"'):
+        with_usable_parsers(model_at(generator, "m", tool_parser="mistral"), plain)
+    usable = model_at(generator, "m", tool_parser="hermes", tool_parser_is_auto=True)
+    assert with_usable_parsers(usable, words) == usable
 
 
 # --- failures ------------------------------------------------------------------------------------

@@ -99,6 +99,31 @@ async def test_no_argument_is_added_when_the_next_call_has_just_begun(core: Stan
     assert json.loads(calls[1].removeprefix("look")) == {"city": "Bonn {", "nights": 3}
 
 
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("asked", [{}, {"tools": [{"type": "function", "function": TOOL}]}])
+async def test_only_answers_that_may_have_calls_come_one_token_at_a_time(
+    core: StandInCore, asked: dict[str, Any]
+) -> None:
+    """All tokens arrive at once: without tools the client gets them so."""
+    core.at_once = lambda: 1000
+    client = openai.AsyncOpenAI(base_url=f"{core.url}/v1", api_key="none", max_retries=0)
+    stream = await client.chat.completions.create(
+        model="hunyuan_a13b",
+        messages=[{"role": "user", "content": "hello"}],
+        stream=True,
+        **asked,
+    )
+    pieces = [
+        chunk.choices[0].delta
+        async for chunk in stream
+        if chunk.choices[0].delta.content or chunk.choices[0].delta.tool_calls
+    ]
+    if asked:
+        assert len(pieces) > 4
+    else:
+        assert [piece.content for piece in pieces] == [ANSWERS["hunyuan_a13b"]]
+
+
 # --- outputs -------------------------------------------------------------------------------------
 
 

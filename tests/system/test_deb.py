@@ -96,6 +96,10 @@ def test_from_installation_to_purge(checkpoints: Path, tmp_path: Path) -> None:
         "usr/share/doc/appliance/sbom.cdx.json",
     ):
         assert (root / path).exists() or (root / path).is_symlink(), path
+    if shutil.which("lintian"):
+        checked = ["lintian", "--allow-root", "--fail-on", "error,warning", str(package)]
+        done = subprocess.run(checked, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
     check_engine_command(root / "opt/appliance", tmp_path)
 
     # The engine that the tests run with stands for the one that the command would install.

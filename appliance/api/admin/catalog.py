@@ -36,6 +36,7 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
 
     name: str
     path: str
+    aliases: list[str] | _Unset = msgspec.UNSET
     max_context: _Count | _Unset = msgspec.UNSET
     """What the checkpoint can have, up to 8192, if it is left out."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | _Unset = msgspec.UNSET
@@ -58,6 +59,9 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     sounds: int | _Unset = msgspec.UNSET
     groups: list[str] | _Unset = msgspec.UNSET
     """Groups of instances that may serve it; all of them if it is left out."""
+    instances: list[int] | _Unset = msgspec.UNSET
+    """Numbers of those instances, in place of `groups`."""
+    load: bool | _Unset = msgspec.UNSET
     max_queue: _Count | _Unset = msgspec.UNSET
     pin: bool | _Unset = msgspec.UNSET
     verify: bool | _Unset = msgspec.UNSET

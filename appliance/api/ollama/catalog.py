@@ -81,7 +81,7 @@ def ollama_catalogue_routes(service: Service, settings: Settings | None) -> list
     async def tags() -> ASGIResponse:
         facts = _facts(service.activity())
         return json_answer(
-            {"models": [_tag(card, facts.get(card.base or card.id)) for card in service.models()]}
+            {"models": [_tag(card, facts.get(card.model)) for card in service.models()]}
         )
 
     @route("/api/ps", http_method=[HttpMethod.GET], operation_id="ollamaPs")
@@ -92,15 +92,15 @@ def ollama_catalogue_routes(service: Service, settings: Settings | None) -> list
         return json_answer(
             {
                 "models": [
-                    _tag(card, facts.get(card.base or card.id))
+                    _tag(card, facts.get(card.model))
                     | {
-                        "size": copies[card.base or card.id] * card.weight_bytes,
-                        "size_vram": copies[card.base or card.id] * card.weight_bytes,
+                        "size": copies[card.model] * card.weight_bytes,
+                        "size_vram": copies[card.model] * card.weight_bytes,
                         "expires_at": expires,
                         "context_length": card.max_context_tokens,
                     }
                     for card in service.models()
-                    if (card.base or card.id) in copies
+                    if card.model in copies and not card.root
                 ]
             }
         )
@@ -112,7 +112,7 @@ def ollama_catalogue_routes(service: Service, settings: Settings | None) -> list
         if not name:
             raise BadRequest("model: a value is required", "model", "missing_field")
         card = _find(service, name)
-        facts = service.model_activity(card.base or card.id).facts
+        facts = service.model_activity(card.model).facts
         path = None if facts is None else facts.path
         files = await asyncio.to_thread(read_checkpoint, path) if path else Checkpoint()
         return json_answer(_shown(card, facts, files))
@@ -204,7 +204,7 @@ def _modelfile(card: ModelCard, files: Checkpoint) -> str:
 def _details(card: ModelCard, facts: ModelFacts | None) -> dict[str, object]:
     family = _family(card)
     return {
-        "parent_model": card.base,
+        "parent_model": card.base or card.root,
         "format": "safetensors",
         "family": family,
         "families": [family],

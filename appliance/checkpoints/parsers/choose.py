@@ -24,6 +24,8 @@ class ChosenParser(msgspec.Struct, frozen=True):
     reason: str = ""
     """A clause for people: the configuration names it, or what of the checkpoint led to it. Empty
     if the configuration asks for none."""
+    is_auto: bool = False
+    """Whether `auto` led to it; a name of the configuration is kept, or refused."""
 
 
 class ChosenParsers(msgspec.Struct, frozen=True):
@@ -76,6 +78,7 @@ def _found(path: Path, model_type: str, template: str, families: Iterable[Family
         return ChosenParser(
             family.parser,
             f"model type {model_type}, and {family.markers[0]} in the chat template",
+            is_auto=True,
         )
     return ChosenParser(reason=f"no parser is known for the chat template of a {model_type} model")
 

@@ -40,6 +40,7 @@ from appliance.memory.cuda.scratch import Scratch
 from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.runtime import RuntimeMemory
 from appliance.memory.transfers import Transfer
+from appliance.platform.installation import remedy_for
 
 PLACEHOLDER_BYTES: Final = 1 << 20
 """Parameters of at least so many bytes never get memory of torch's; smaller ones get it shortly."""
@@ -244,9 +245,7 @@ class _OnScratch(TorchFunctionMode):
 
 def _check_seams() -> None:
     if not current_platform.is_cuda():
-        raise SeamMoved(
-            f"this vLLM runs on {current_platform.device_name}: install the extra 'gpu'"
-        )
+        raise SeamMoved(f"this vLLM runs on {current_platform.device_name}: {remedy_for('gpu')}")
     for function, expected in SIGNATURES:
         names = [name for name in inspect.signature(function).parameters if name != "self"]
         if tuple(names[: len(expected)]) != expected:

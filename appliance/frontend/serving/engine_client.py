@@ -133,8 +133,6 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         """Of each request whose call is not over."""
         self.processor: OutputProcessor | None = None
         """vLLM's, which knows the streams; set as soon as it exists."""
-        self.one_by_one = False
-        """Whether the model's streams are read one token at a time; set before the first."""
         self.resources = SimpleNamespace(engine_dead=False)
 
     # --- what AsyncLLM asks ----------------------------------------------------------------------
@@ -150,7 +148,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             _check_listed(call, request, self._siblings(request.request_id))
             _check_media(request, self._siblings(request.request_id))
             submit = self._submit_of(call, request)
-            if self.one_by_one:
+            if call.one_by_one:
                 self._keep_apart(request.request_id)
             if request.sampling_params is not None:
                 self._stops[request.request_id] = _stop_tokens(request.sampling_params)
@@ -197,7 +195,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         for output in outputs:
             if output.details:
                 made += self._detailed(output)
-            elif self.one_by_one:
+            elif self._one_by_one(output.request):
                 made += split(self._plain(output))
             else:
                 made.append(self._plain(output))
@@ -246,6 +244,10 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         return made
 
     # --- details ---------------------------------------------------------------------------------
+
+    def _one_by_one(self, request: RequestId) -> bool:
+        call = self._calls.get(request)
+        return call is not None and call.one_by_one
 
     def _keep_apart(self, request: RequestId) -> None:
         assert self.processor is not None

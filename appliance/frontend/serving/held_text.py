@@ -18,7 +18,7 @@ from vllm.parser.abstract_parser import DelegatingParser, Parser
 
 def keep_held_text(state: State) -> bool:
     """Change the parsers of a model's serving objects, in place; whether there was one to change,
-    whose streams then have to come one token at a time (`single_tokens`)."""
+    which then has to read one token at a time (`single_tokens`)."""
     changed = False
     for serving, attribute in (
         (state.openai_serving_chat, "parser_cls"),

@@ -36,7 +36,12 @@ from appliance.frontend.serving.engine_client import FrontLLM
 from appliance.frontend.serving.held_text import keep_held_text
 from appliance.frontend.serving.media import prepare_in_turns
 from appliance.frontend.serving.mistral_chats import guard_chats
-from appliance.frontend.serving.parsing.failures import ParserFailed, adapt_parsers, check_parsers
+from appliance.frontend.serving.parsing.failures import (
+    ParserFailed,
+    adapt_parsers,
+    with_usable_parsers,
+)
+from appliance.frontend.serving.single_tokens import ask_for_single_tokens
 from appliance.frontend.serving.speech import SERVING as OF_SOUND
 from appliance.frontend.serving.speech import decode_in_turns
 from appliance.service.front_frames import FrontModel, ModelRefused
@@ -121,8 +126,9 @@ class ModelFronts:
         call that uses it is over; adapters come and go as they are."""
         self._models = {model.name: model for model in models}
         self._names = {
-            alias: model for model in self._models.values() for alias in names_of(model.name)
+            alias: model for model in self._models.values() for alias in all_names_of(model)
         }
+        self._names |= {alias: model for model in self._models.values() for alias in model.aliases}
         self._names |= {
             name: adapted(model, name) for model in self._models.values() for name in model.adapters
         }
@@ -180,8 +186,14 @@ class ModelFronts:
         return front
 
 
+def all_names_of(model: FrontModel) -> Iterator[str]:
+    """The names that mean a model: its own, its aliases, and Ollama's for the same."""
+    for name in (model.name, *model.aliases):
+        yield from names_of(name)
+
+
 def names_of(name: ModelName) -> Iterator[str]:
-    """The names that mean a model: its own, and Ollama's for the same."""
+    """A name, and Ollama's for the same."""
     yield name
     base, colon, _ = name.partition(":")
     if not colon:
@@ -204,13 +216,16 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     llm.input_processor.structured_outputs_config = None
     prepare_in_turns(llm.renderer)
     guard_chats(llm.renderer, sounds=bool(model.sounds))
-    check_parsers(model, llm.renderer.tokenizer)
+    served = with_usable_parsers(model, llm.renderer.tokenizer)
+    if served.tool_parser is None:
+        args.enable_auto_tool_choice, args.tool_call_parser = False, None
     state = State()
     for name in SERVING:
         setattr(state, name, None)
     asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
-    llm.engine_core.one_by_one = keep_held_text(state)
-    adapt_parsers(state, model)
+    if keep_held_text(state):
+        ask_for_single_tokens(state.online_renderer)
+    adapt_parsers(state, served)
     decode_in_turns(state)
     if model.pools_tokens:
         # vLLM would compare texts token by token in the worker that has seen the other one.
@@ -250,7 +265,7 @@ def arguments(model: FrontModel) -> Namespace:
         options += ["--pooler-config", json.dumps(model.pooler_config)]
     # vLLM writes into what it parses, and defaults are the same objects for all models.
     args: Namespace = deepcopy(_parser().parse_args(options))
-    args.served_model_name = list(names_of(model.name))
+    args.served_model_name = list(all_names_of(model))
     args.hf_overrides = whole_config if model.images or sounds else language_config
     args.chat_template = processor_template(Path(model.path)) or None
     return args

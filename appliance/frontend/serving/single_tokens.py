@@ -3,17 +3,23 @@
 Several tokens arrive at once after a preemption, from a turn, or while a client is slow. Many of
 vLLM's tool parsers then say something else than they say of the same tokens one by one: `hermes`
 adds `{}` to a call's arguments, `xlam` and `functiongemma` lose arguments. vLLM's output collector
-adds outputs together that wait; this one keeps them apart where a parser needs it.
+adds outputs together that wait; this one keeps them apart for requests with tools where the model's
+parser needs that.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.parser.abstract_parser import Parser
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, async_llm
 from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from appliance.frontend.calls import current
+from appliance.frontend.serving.parsing.without_tools import may_call
 
 
 class Collector(RequestOutputCollector):  # type: ignore[misc]  # vLLM has no types
@@ -70,3 +76,19 @@ def split(output: EngineCoreOutput) -> list[EngineCoreOutput]:
 def replace_collector() -> None:
     """Have every `AsyncLLM` of this process collect outputs so. Once."""
     async_llm.RequestOutputCollector = Collector
+
+
+def ask_for_single_tokens(renderer: Any) -> None:
+    """Change the parser of vLLM's renderer, in place: the streams of a request with tools come one
+    token at a time."""
+    parser = renderer.parser
+    renderer.parser = type(f"{parser.__name__}OfSingleTokens", (_AsksForSingleTokens, parser), {})
+
+
+class _AsksForSingleTokens(Parser):  # type: ignore[misc]  # vLLM has no types
+    """It is asked to adjust each request that may call tools, before that is computed."""
+
+    def adjust_request(self, request: Any) -> Any:
+        if may_call(request):
+            current.get().one_by_one = True
+        return super().adjust_request(request)

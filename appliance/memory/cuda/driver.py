@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from appliance.platform.installation import remedy_for
+
 _NOT_FOUND: Final = 500
 
 
@@ -32,8 +34,9 @@ def driver() -> Any:
         result = bindings.cuInit(0)
     except (ImportError, RuntimeError) as error:
         raise OSError(
-            f"the CUDA driver cannot be used: {error}; install NVIDIA's driver (libcuda.so.1) "
-            "and the extra 'gpu' (drivers older than 580: 'gpu-cuda12')"
+            f"the CUDA driver cannot be used: {error}; install NVIDIA's driver "
+            f"(libcuda.so.1), and {remedy_for('gpu')} (drivers older than 580: "
+            f"{remedy_for('gpu-cuda12')})"
         ) from error
     _check(bindings, "cuInit", result, "")
     return bindings

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from appliance.config.layers import directory
 from tests.unit.api.test_catalog_changes import (
@@ -212,3 +213,67 @@ async def test_on_the_command_line(call: Call, box: Box, path: Path) -> None:
     ]
     assert applied.stdout.startswith("2 applied, 0 wait for a restart\n")
     assert [card.id for card in box.daemon.models()] == ["b", "new"]
+
+
+async def test_aliases_come_and_go(box: Box, client: httpx.AsyncClient, path: Path) -> None:
+    """Front ends are told, and lists have them with what they stand for."""
+    rewrite(path, (TABLE_A, f'{TABLE_A}aliases = ["gpt-4o"]\n'))
+    before = await needs(client)
+    told = await reload(client)
+    listed = {row["id"]: row["root"] for row in (await client.get("/v1/models")).json()["data"]}
+    one = (await client.get("/v1/models/gpt-4o:latest")).json()
+    tags = [row["name"] for row in (await client.get("/api/tags")).json()["models"]]
+    shown = await client.post("/api/show", json={"model": "gpt-4o"})
+    terms = (await client.get("/api/models/a")).json()["terms"]
+    taken = await client.post("/api/models", json={"name": "gpt-4o", "path": "new"})
+
+    assert before == {"model.a.aliases": "reload"}
+    assert told == (["model.a.aliases"], [])
+    assert listed == {"a": "a", "gpt-4o": "a", "b": "b"}
+    assert (one["id"], one["root"]) == ("gpt-4o", "a")
+    assert tags == ["a:latest", "gpt-4o:latest", "b:latest"]
+    assert shown.json()["details"]["parent_model"] == "a"
+    assert terms["aliases"] == ["gpt-4o"]
+    assert taken.status_code in (409, 422)
+    assert [front.aliases for front in box.daemon.front_models()] == [("gpt-4o",), ()]
+
+    rewrite(path)
+    await reload(client)
+    assert (await client.get("/v1/models/gpt-4o")).status_code == 404
+    assert [front.aliases for front in box.daemon.front_models()] == [(), ()]
+
+
+async def test_a_model_that_is_to_be_loaded_is_loaded(
+    box: Box, client: httpx.AsyncClient, path: Path
+) -> None:
+    """Without a request: one that is served already, and one that is added."""
+    box.settle()
+    rewrite(path, (TABLE_B, f"{TABLE_B}load = true\n"), more=f"{NEW}load = true\n")
+    told = await reload(client)
+    box.settle()
+
+    where = {row.model: row.residency.get("0") for row in box.daemon.activity().models}
+    assert told == (["model.b.load", "model.new"], [])
+    assert (where["b"], where["new"]) == ("loaded", "loaded")
+    assert where["a"] != "loaded"
+    assert await needs(client) == {}
+
+
+async def test_what_is_to_be_loaded_at_the_start_is(box: Box) -> None:
+    """Before the first request."""
+    served = box.daemon.catalogue.served
+    served["b"] = msgspec.structs.replace(served["b"], load=True)
+    box.daemon.catalogue.load_wanted()
+    box.settle()
+
+    where = {row.model: row.residency.get("0") for row in box.daemon.activity().models}
+    assert where["b"] == "loaded"
+    assert where["a"] != "loaded"
+
+
+async def test_other_instances_wait_for_a_restart(client: httpx.AsyncClient, path: Path) -> None:
+    """Engines are where the daemon built them at its start."""
+    rewrite(path, (TABLE_A, f"{TABLE_A}instances = [0]\n"))
+
+    assert await needs(client) == {"model.a.instances": "restart"}
+    assert await reload(client) == ([], ["model.a.instances"])

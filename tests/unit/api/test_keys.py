@@ -18,7 +18,14 @@ from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.api.app import create_app
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.service.front_frames import Refused
-from appliance.service.interface import Activity, InstanceActivity, ModelActivity, RequestActivity
+from appliance.service.interface import (
+    Activity,
+    InstanceActivity,
+    ModelActivity,
+    ModelCard,
+    ModelNotFound,
+    RequestActivity,
+)
 from tests.unit.doubles.fake_service import FakeService, encode
 from tests.unit.doubles.front import FrontDouble
 
@@ -399,6 +406,34 @@ async def test_other_models_do_not_exist(house: House) -> None:
         "last_id": "small",
     }
     assert [model["name"] for model in tags] == ["small:latest"]
+
+
+class Aliased(FakeService):
+    """Has an alias for each of its models."""
+
+    def models(self) -> list[ModelCard]:
+        cards = super().models()
+        return [*cards, *(msgspec.structs.replace(c, id=f"my/{c.id}", root=c.id) for c in cards)]
+
+    def model(self, name: str) -> ModelCard:
+        for card in self.models():
+            if card.id == name:
+                return card
+        raise ModelNotFound(name)
+
+
+async def test_a_key_may_ask_for_its_models_by_their_aliases(house: House) -> None:
+    """And for no other model by one."""
+    house.service = Aliased()
+    secret = house.add("alice", models=("small",))
+    async with house.client(secret) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        found = await client.get("/v1/models/my/small")
+        hidden = await client.get("/v1/models/my/org/small")
+
+    assert [model["id"] for model in listed] == ["small", "my/small"]
+    assert (found.json()["id"], found.json()["root"]) == ("my/small", "small")
+    assert hidden.status_code == 404
 
 
 # --- what operators see of keys ------------------------------------------------------------------

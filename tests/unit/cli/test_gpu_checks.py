@@ -291,7 +291,7 @@ def test_only_the_gpus_of_instances_are_checked(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("cuda", "remedy"),
-    [(13000, 'the extra "gpu"'), (12040, 'built for CUDA 12, then the extra "gpu-cuda12"'),
+    [(13000, 'the extra "gpu"'), (12040, 'built for CUDA 12, then install the extra "gpu-cuda12"'),
      (11080, "update the driver, which is older than CUDA 12")],
 )  # fmt: skip
 def test_the_doctor_examines_gpus(

@@ -1,4 +1,4 @@
-"""An interrupt before the daemon runs ends the command as any signal does, without a traceback."""
+"""An interrupt before the daemon runs, or after, ends the command at once, without a traceback."""
 
 from __future__ import annotations
 
@@ -53,3 +53,32 @@ def test_before_the_daemon_runs(
     )
 
     assert (ended.returncode, ended.stderr) == (-getattr(signal, name), "")
+
+
+HANGING = """
+import asyncio, threading
+from appliance.serve import _loop_factory, end_at_signals
+
+async def life():
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    end_at_signals(0)
+
+with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    runner.run(life())
+    print("over", flush=True)
+"""
+"""A life that is over, and whose end waits for what does not come."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_when_only_the_end_is_left(number: signal.Signals) -> None:
+    """A signal ends the process at once, with the status that it would have had."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as ending:
+        assert ending.stdout is not None
+        assert ending.stdout.readline() == "over\n"
+        ending.send_signal(number)
+        _, told = ending.communicate(timeout=PATIENCE_SECONDS)
+
+    assert (ending.returncode, told) == (0, "")

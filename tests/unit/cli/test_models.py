@@ -69,6 +69,7 @@ async def test_models_are_shown(client: httpx.AsyncClient) -> None:
         "batch_slo": {"ttft_seconds": 3600.0, "tbt_seconds": 2.0, "gap_seconds": 0.0},
         "max_queue": 1024,
         "pinned": False,
+        "aliases": [],
     }
     assert (one["draining"], one["load_requested"]) == (False, False)
 

@@ -12,9 +12,15 @@ from appliance.config.groups import InstancePlan, devices_of, instances_of, plan
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, DeviceGroup, Devices
 from appliance.config.sizing import kv_floor_slabs, read_model, uncached
+from appliance.daemon.served_model import served_model
 from appliance.errors import ConfigError, Problem
+from appliance.policies.stack import PolicyStack
 from appliance.units import Memory
+from appliance.vocabulary import BuildModel, FinishReason, RunPrefill, RunTurn
+from tests.unit.doubles.cluster import ClusterDouble, shape
+from tests.unit.doubles.instance import ModelDouble
 from tests.unit.doubles.pretend_nvml import install
+from tests.unit.scheduling.machine.test_groups import SHIPPED
 
 GIB = 1 << 30
 
@@ -146,6 +152,109 @@ def test_what_cannot_be_is_refused(
     assert found.key == key
     assert wrong in found.wrong
     assert found.remedy
+
+
+@pytest.fixture
+def choose(read: Callable[..., Config]) -> Callable[..., Config]:
+    """A configuration of three instances, with a model of these lines."""
+
+    def of(*lines: str) -> Config:
+        text = model() + "\n".join(lines) + "\n"
+        return read("instances = 3\n", text, devices=DEVICES.replace("1MiB", "2MiB"))
+
+    return of
+
+
+def test_a_model_names_its_instances(choose: Callable[..., Config]) -> None:
+    """The daemon gets them, and one that no model may be served by is worth a word."""
+    config = choose("instances = [2, 0]")
+    (row,) = config.models
+
+    served = served_model(row, read_model(row, config.devices), instances_of(row, config.devices))
+    assert served.spec.instances == {0, 2}
+    assert devices_of(row, config.devices).instances == 2
+    assert warnings(config) == ["devices.instances: no model may be served by instance 1"]
+
+
+def test_instances_of_groups_are_numbered_in_their_order(read: Callable[..., Config]) -> None:
+    """A group of which a model uses a part is used."""
+    devices = DEVICES.replace("1MiB", "2MiB")
+    config = read(PAIR, SINGLES, model() + "instances = [2]\n", devices=devices)
+    (row,) = config.models
+
+    assert instances_of(row, config.devices) == {2}
+    assert devices_of(row, config.devices).tensor_parallel == 1
+    assert warnings(config) == ["devices.group: no model may be served by pair"]
+
+
+@pytest.mark.parametrize("policy", SHIPPED)
+def test_every_policy_keeps_to_the_instances_of_a_model(
+    choose: Callable[..., Config], policy: str
+) -> None:
+    """Also where another model may be anywhere."""
+    config = choose("instances = [0, 2]")
+    only = {"a": instances_of(config.models[0], config.devices)}
+    models = {name: ModelDouble(4, shape()) for name in "ab"}
+    cluster = ClusterDouble(models, policy=policy, instances=3, only=only)
+    cluster.start()
+
+    lives = [cluster.ask(f"{name}{n}", name, output=60) for n in range(6) for name in "ab"]
+    cluster.settle()
+
+    assert {life.outcome for life in lives} == {FinishReason.LENGTH}
+    for kind in (BuildModel, RunPrefill, RunTurn):
+        at = {command.instance for command in cluster.commands(kind) if command.model == "a"}
+        assert at <= {0, 2}
+    assert isinstance(cluster.stack, PolicyStack)
+    assert cluster.stack.faults == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "wrong"),
+    [
+        (["instances = 3\n", model() + "instances = [0, 3]\n"], "there is no instance 3"),
+        ([PAIR, model("tiny", "pair") + "instances = [0]\n"], "groups says where"),
+        ([PAIR, SINGLES, model() + "instances = [0, 1]\n"], "instances of 1 and 2 ranks"),
+        ([model() + "instances = [-1]\n"], ">= 0"),
+    ],
+)
+def test_instances_that_cannot_be_are_refused(
+    read: Callable[..., Config], texts: list[str], wrong: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(*texts, check_files=False)
+
+    (found,) = caught.value.problems
+    assert found.key.startswith("model[0].instances")
+    assert wrong in found.wrong
+    assert found.remedy
+
+
+@pytest.mark.parametrize(
+    ("aliases", "wrong"),
+    [('["tiny"]', "tiny is a name of tiny already"), ('["x", "x"]', "x is a name of tiny already")],
+)
+def test_an_alias_means_one_model(choose: Callable[..., Config], aliases: str, wrong: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(f"aliases = {aliases}")
+
+    (found,) = caught.value.problems
+    assert (found.key, found.wrong) == ("model[0].aliases", wrong)
+
+
+def test_an_alias_is_no_other_models_name(read: Callable[..., Config]) -> None:
+    other = model("other") + 'aliases = ["tiny", "new"]\n'
+    with pytest.raises(ConfigError, match="tiny is a name of tiny already"):
+        read(model(), other)
+
+
+def test_the_daemon_gets_aliases_and_what_is_to_be_loaded(choose: Callable[..., Config]) -> None:
+    config = choose('aliases = ["gpt-4o", "org/x"]', "load = true")
+    (row,) = config.models
+    served = served_model(row, read_model(row, config.devices))
+
+    assert served.front.aliases == served.aliases == ("gpt-4o", "org/x")
+    assert served.load
 
 
 def test_a_group_that_no_model_uses_is_worth_a_word(read: Callable[..., Config]) -> None:

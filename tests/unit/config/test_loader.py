@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,26 @@ def test_a_home_is_where_its_user_is(models: Path, monkeypatch: pytest.MonkeyPat
 
     assert config.models[0].path == str(models / "tiny")
     assert config.journal.path == str(models / "run.journal")
+
+
+@pytest.mark.parametrize(
+    ("home", "remedy"),
+    [
+        ("/home/of-a-service", r"`~` is /home/of-a-service for the user that reads this: write"),
+        (None, "the user that reads this has no home: write the whole path"),
+    ],
+)
+def test_a_missing_path_in_a_home_says_whose_home_that_is(
+    models: Path, monkeypatch: pytest.MonkeyPatch, home: str | None, remedy: str
+) -> None:
+    """An admin and a service have different ones."""
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    else:
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(os, "getuid", lambda: 123_456_789)
+    with pytest.raises(ConfigError, match=remedy):
+        load_config(write(models, GOOD.replace('path = "tiny"', 'path = "~/nowhere"')))
 
 
 def test_policy_parameters_reach_the_policy(models: Path) -> None:

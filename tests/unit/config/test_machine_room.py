@@ -137,3 +137,20 @@ def test_pools_of_gpus_are_not_host_memory() -> None:
     devices = Devices(kind="cuda", memory_bytes=Memory(8 << 30), host_cache_bytes=Bytes(1 << 30))
 
     assert host_needs(devices).bytes == 1 << 30
+
+
+def test_what_is_said_of_gpus_is_about_the_host_cache() -> None:
+    """`devices.memory` is theirs: less of it would not help."""
+    devices = Devices(kind="cuda", memory_bytes=Memory(8 << 30), host_cache_bytes=Bytes(1 << 30))
+    with pytest.raises(TooLittleMemory) as refused:
+        refuse_now(devices, MachineMemory(2 << 30, 1 << 29))
+    assert str(refused.value) == (
+        "host cache 1GiB: only 512MiB of memory are available now; end what else uses memory, or "
+        "make devices.host_cache smaller"
+    )
+
+
+def test_what_is_said_without_a_host_cache_is_about_the_pools() -> None:
+    devices = Devices(kind="cpu", memory_bytes=Memory(1 << 30), host_cache_bytes=Bytes(0))
+    with pytest.raises(TooLittleMemory, match=r"make devices\.memory smaller, or use fewer"):
+        refuse_now(devices, MachineMemory(2 << 30, 1 << 29))

@@ -574,7 +574,8 @@ MISTAKES: Final = [
         'path = "tiny"',
         'path = "meta-llama/Llama-3.1-8B-Instruct"',
         "15: model[0].path: meta-llama/Llama-3.1-8B-Instruct is not a directory; use `appliance "
-        "pull meta-llama/Llama-3.1-8B-Instruct`, or give the directory of a checkpoint",
+        "pull meta-llama/Llama-3.1-8B-Instruct --dir DIR --no-add` and set path to the folder that "
+        "it prints, or give the directory of a checkpoint",
     ),
     mistake(
         'path = "tiny"',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -16,10 +17,11 @@ import pytest
 import uvicorn
 from litestar import Litestar
 
-from appliance.daemon.lifecycle import Lifetime, Server
+from appliance.daemon.lifecycle import Lifetime, Server, bound_beside
 from appliance.errors import ApplianceError
 from appliance.http.connections import Connection
 from appliance.platform.systemd import Notifier
+from appliance.units import Address
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.notify import Manager, manager
 
@@ -354,3 +356,59 @@ async def test_a_second_signal_ends_what_is_beside_in_order(
     assert [record.getMessage() for record in caplog.records] == [
         "ending at once, as a second signal came"
     ]
+
+
+# --- where it listens ----------------------------------------------------------------------------
+
+
+def passed_at(host: str) -> tuple[socket.socket, int]:
+    listener = socket.create_server((host, 0))
+    return listener, int(listener.getsockname()[1])
+
+
+async def test_the_log_says_where_it_listens(caplog: pytest.LogCaptureFixture) -> None:
+    begun, daemon = lifetime(Beside())
+    daemon.idle.set()
+    with caplog.at_level(logging.INFO, "appliance.serve"):
+        life = asyncio.create_task(begun.run())
+        await asyncio.wait_for(begun._server.listening.wait(), PATIENCE_SECONDS)
+        begun.end()
+        await life
+
+    assert any(
+        record.getMessage().startswith("listening at 127.0.0.1:") for record in caplog.records
+    )
+
+
+def test_an_address_of_the_configuration_is_listened_at_beside_a_passed_socket(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log warns, and names both and what to do."""
+    listener, port = passed_at("127.0.0.1")
+    with listener, contextlib.ExitStack() as opened:
+        free, other = passed_at("127.0.0.1")
+        free.close()
+        (beside,) = bound_beside([listener], Address(f"127.0.0.1:{other}"))
+        opened.enter_context(beside)
+        assert beside.getsockname() == ("127.0.0.1", other)
+
+    assert f"127.0.0.1:{other} is not where the service manager listens" in caplog.text
+    assert f"(127.0.0.1:{port})" in caplog.text
+    assert "systemctl edit appliance.socket" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_passed_socket_that_serves_the_address_is_enough(
+    caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    listener, port = passed_at(host)
+    with listener:
+        assert bound_beside([listener], Address(f"127.0.0.1:{port}")) == []
+    assert caplog.records == []
+
+
+def test_an_address_that_cannot_be_had_ends_the_start() -> None:
+    listener, _ = passed_at("127.0.0.1")
+    taken, port = passed_at("127.0.0.2")
+    with listener, taken, pytest.raises(ApplianceError, match=r"^api\.bind: 127\.0\.0\.2, port"):
+        bound_beside([listener], Address(f"127.0.0.2:{port}"))

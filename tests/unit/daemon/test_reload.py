@@ -137,6 +137,7 @@ async def test_limits_hold_now_and_after_a_restart(
         "batch_slo": {"ttft_seconds": 3600.0, "tbt_seconds": 9.0, "gap_seconds": 0.0},
         "max_queue": 2,
         "pinned": False,
+        "aliases": [],
     }
     box.ask("r", "org/tiny")
     assert box.daemon.machine.requests["r"].spec.slo.ttft_seconds == 1.0

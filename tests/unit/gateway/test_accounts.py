@@ -209,8 +209,26 @@ async def test_choices_of_one_prompt_are_reserved_together_once(house: House) ->
     assert not front.refused
     assert {"a", "b"} <= house.service.live.keys()
 
-    front.submit(front.call("sk-poor"), "c", max_tokens=20, together_tokens=51)
+    front.submit(front.call("sk-poor"), "c", max_tokens=20, together_tokens=50)
     assert front.refused["c"].status == 429
+
+
+async def test_more_than_a_whole_budget_is_a_bad_request(house: House) -> None:
+    """No month has as many tokens: to try again later is of no use, and the message says so. Of
+    several choices all are counted."""
+    house.add("poor", tokens_per_month=50)
+    front = house.front()
+    front.submit(front.call("sk-poor"), "one", max_tokens=46)
+    front.submit(front.call("sk-poor"), "many", max_tokens=20, together_tokens=51)
+    for name in ("one", "many"):
+        refusal = front.refused[name]
+        assert (refusal.status, refusal.code) == (400, "more_than_budget")
+        assert "may need 51 tokens, and the whole monthly budget of its key is 50" in (
+            refusal.message
+        )
+        assert "Retry-After" not in dict(refusal.headers)
+    front.submit(front.call("sk-poor"), "fits", max_tokens=45)
+    assert "fits" in house.service.live
 
 
 async def test_a_budget_is_reserved_before_it_is_spent(house: House) -> None:

@@ -108,17 +108,18 @@ def test_months_that_are_over_leave() -> None:
 
 
 def test_the_oldest_days_leave_when_there_are_too_many_rows() -> None:
-    """Whole days, but never the newest; a key's month is less by them."""
+    """Whole days, but none of this month: a budget that is spent stays spent."""
     kept = books(max_rows=3)
-    for day in range(3):
+    for day in (*range(-32, -29), *range(-2, 1)):
         for key in ("alice", "bob"):
-            ended = NOW + (day - 3) * DAY_SECONDS
-            write(kept, entry(f"{day}{key}", key=key, ended=ended))
+            ended = NOW + day * DAY_SECONDS
+            write(kept, entry(f"{day}{key}", key=key, ended=ended), now=ended)
 
     days = Counter(cell.day for cell, _ in kept.rows())
 
-    assert days == {day_of("2026-11-27"): 2}
-    assert kept.spent_tokens("alice", "2026-11") == 3
+    assert days == {day_of(f"2026-11-{number}"): 2 for number in (26, 27, 28)}
+    assert kept.spent_tokens("alice", "2026-11") == 9
+    assert kept.spent_tokens("alice", "2026-10") == 0
 
 
 def test_only_so_many_entries_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ class Disk:
         self.free.set()
         self.began = threading.Event()
         self.refuses = False
+        self.error: Exception = OSError(28, "No space left on device")
         self.writes = 0
         self._write = ledger._database.write
         monkeypatch.setattr(ledger._database, "write", self.write)
@@ -36,7 +37,7 @@ class Disk:
         self.began.set()
         assert self.free.wait(PATIENCE_SECONDS)
         if self.refuses:
-            raise OSError(28, "No space left on device")
+            raise self.error
         self._write(changes)
         self.writes += 1
 
@@ -161,6 +162,70 @@ async def test_what_is_lost_at_the_end_is_said(
         Disk(ledger, monkeypatch).refuses = True
         ledger.record(entry("a"), lambda: None)
     assert "1 entries of the ledger are lost" in caplog.text
+
+
+async def test_an_unexpected_error_is_logged_and_the_next_entries_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it is: answers go on, its trace is in the log once, and nothing is lost."""
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    async with opened(tmp_path / "usage") as ledger:
+        disk = Disk(ledger, monkeypatch)
+        disk.refuses, disk.error = True, ValueError("no such row")
+        told = asyncio.Event()
+        ledger.record(entry("a"), told.set)
+        await until(told)
+        assert ledger.trouble == ("the ledger of usage cannot be written: ValueError: no such row")
+        ledger.record(entry("b"), lambda: None)
+        disk.refuses = False
+        await written(ledger)
+        assert requests(ledger) == 2
+        assert ledger.trouble == ""
+        (record,) = [one for one in caplog.records if one.levelno == logging.ERROR]
+        assert record.exc_info is not None
+
+
+async def test_an_answer_that_fails_to_go_on_holds_no_other_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("its client is gone")
+
+    async with opened(tmp_path / "usage") as ledger:
+        told = asyncio.Event()
+        ledger.record(entry("a"), fails)
+        ledger.record(entry("b"), told.set)
+        await until(told)
+        assert requests(ledger) == 2
+        assert ledger.trouble == ""
+    assert "cannot go on" in caplog.text
+
+
+async def test_the_end_leaves_a_disk_that_hangs_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the ledger nor the interpreter waits for its thread, and answers go on."""
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
+    before = set(threading.enumerate())
+    told = asyncio.Event()
+    ledger = Ledger(tmp_path / "usage", keep_months=13, max_rows=1000, now=lambda: NOW)
+    ledger.open()
+    disk = Disk(ledger, monkeypatch)
+    disk.free.clear()
+    ledger.record(entry("a"), told.set)
+    assert await asyncio.to_thread(disk.began.wait, PATIENCE_SECONDS)
+    hanging = {thread for thread in set(threading.enumerate()) - before if thread.name == "usage"}
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await ledger.aclose()
+        assert told.is_set()
+        assert [thread.daemon for thread in hanging] == [True]
+        assert "still writes" in caplog.text
+    finally:
+        disk.free.set()
+        for thread in hanging:
+            await asyncio.to_thread(thread.join, PATIENCE_SECONDS)
+        await ledger.aclose()
 
 
 async def test_one_daemon_writes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import logging
 from functools import wraps
 from typing import Any, Final
 
+import msgspec
 from starlette.datastructures import State
 from vllm.exceptions import VLLMError, VLLMServerError
 from vllm.parser.abstract_parser import Parser
@@ -40,20 +41,42 @@ class ParserFailed(VLLMServerError):  # type: ignore[misc]  # vLLM has no types
     """A parser cannot read a model's answers; the message says which, and what to do."""
 
 
-def check_parsers(model: FrontModel, tokenizer: Any) -> None:
-    """Raise `ParserFailed` for a parser that cannot be used with the model's tokenizer."""
-    for key, name, registry in (
-        ("tool_parser", model.tool_parser, ToolParserManager.get_tool_parser),
-        ("reasoning_parser", model.reasoning_parser, ReasoningParserManager.get_reasoning_parser),
-    ):
-        if name is not None:
-            try:
-                registry(name)(tokenizer)
-            except Exception as error:  # of the parser, about a tokenizer that is not its model's
-                raise ParserFailed(
-                    f'{key} = "{name}" cannot be used with the tokenizer of {model.name}: {error}; '
-                    f'use "auto", "" for none, or another name for {key} of the model'
-                ) from error
+def with_usable_parsers(model: FrontModel, tokenizer: Any) -> FrontModel:
+    """The model without a tool parser that `auto` chose and its tokenizer refuses, which is logged.
+    Raises `ParserFailed` for a parser that the configuration names, and its tokenizer refuses."""
+    if wrong := _refusal(ToolParserManager.get_tool_parser, model.tool_parser, tokenizer):
+        if not model.tool_parser_is_auto:
+            raise ParserFailed(_refused("tool_parser", model.tool_parser, model, wrong))
+        log.warning(
+            'tool_parser = "auto" means "%s" for %s, and its tokenizer refuses that: %s; the '
+            'model is served without tools; give its tool_parser another name, or "" for none',
+            model.tool_parser,
+            model.name,
+            wrong,
+            extra={"fields": {"model": model.name}},
+        )
+        model = msgspec.structs.replace(model, tool_parser=None)
+    reads = ReasoningParserManager.get_reasoning_parser
+    if wrong := _refusal(reads, model.reasoning_parser, tokenizer):
+        raise ParserFailed(_refused("reasoning_parser", model.reasoning_parser, model, wrong))
+    return model
+
+
+def _refusal(registry: Any, name: str | None, tokenizer: Any) -> str:
+    """Why a parser cannot be used with a tokenizer; "" if it can."""
+    if name is not None:
+        try:
+            registry(name)(tokenizer)
+        except Exception as error:  # of the parser, about a tokenizer that is not its model's
+            return str(error) or type(error).__name__
+    return ""
+
+
+def _refused(key: str, name: str | None, model: FrontModel, wrong: str) -> str:
+    return (
+        f'{key} = "{name}" cannot be used with the tokenizer of {model.name}: {wrong}; '
+        f'use "auto", "" for none, or another name for {key} of the model'
+    )
 
 
 def adapt_parsers(state: State, model: FrontModel) -> None:

@@ -90,4 +90,4 @@ def test_a_machine_without_a_driver(tmp_path: Path) -> None:
     imported, told = ended.stdout.splitlines()
     assert imported == "False"
     assert told.startswith("the CUDA driver cannot be used: ")
-    assert "install NVIDIA's driver (libcuda.so.1) and the extra 'gpu'" in told
+    assert 'install NVIDIA\'s driver (libcuda.so.1), and install the extra "gpu"' in told
