@@ -29,6 +29,9 @@ FULL_SHARE = 0.05
 """Where less of the memory is left for KV, the demand does not count."""
 FREE_SHARE = 0.2
 """A model gets a further home next to others only where so much of the memory is left for KV."""
+GAIN = 0.1
+"""Homes stay as a whole unless the highest pressure of a new plan is lower by this share: models of
+about the same demand would change places for nothing."""
 LEAST_RATE = 0.01
 """Requests a second that a model is expected to get at least."""
 
@@ -101,7 +104,13 @@ class Homes:
         """Give those of the models that enough instances can serve homes on instances that are
         up."""
         able = [one for one in seekers if len(one.able(capacity_bytes)) >= FEWEST_INSTANCES]
-        self.of = find_homes(able, capacity_bytes, self.of, THRESHOLD)
+        found = find_homes(able, capacity_bytes, self.of, THRESHOLD)
+        if (
+            self.of.keys() != found.keys()
+            or not all([self.of[one.model].issubset(one.able(capacity_bytes)) for one in able])
+            or is_better(able, capacity_bytes, found, self.of)
+        ):
+            self.of = found
 
     def placements(self, cluster: ClusterView, seekers: Sequence[HomeSeeker]) -> list[Placement]:
         """Planned anew: which models each instance may serve; None for all, if none has homes.
@@ -168,6 +177,34 @@ def find_homes(
                 rooms[best] = rooms[best].after(demand, seeker.weight_bytes)
                 mine.append(best)
     return {model: frozenset(mine) for model, mine in homes.items()}
+
+
+def is_better(
+    seekers: Sequence[HomeSeeker],
+    capacity_bytes: Mapping[InstanceId, int],
+    new: Mapping[ModelName, frozenset[InstanceId]],
+    known: Mapping[ModelName, frozenset[InstanceId]],
+) -> bool:
+    """Whether less memory is missing with the new homes, or as much, and the highest pressure of
+    an instance is lower by `GAIN`. Both plans have homes for all the models. O(models x homes)."""
+
+    def missing_and_pressure(homes: Mapping[ModelName, frozenset[InstanceId]]) -> tuple[int, float]:
+        demand, left = dict.fromkeys(capacity_bytes, 0.0), dict(capacity_bytes)
+        for one in seekers:
+            for instance in homes[one.model]:
+                demand[instance] += one.demand / len(homes[one.model])
+                left[instance] -= one.weight_bytes
+        pressures = [
+            demand[instance] / max(FULL_SHARE * size, left[instance])
+            for instance, size in capacity_bytes.items()
+        ]
+        return max(0, -min(left.values())), max(pressures)
+
+    missing, pressure = missing_and_pressure(new)
+    missing_before, pressure_before = missing_and_pressure(known)
+    if missing != missing_before:
+        return missing < missing_before
+    return pressure < (1 - GAIN) * pressure_before
 
 
 def _share(seeker: HomeSeeker, total: float, rooms: Mapping[InstanceId, object]) -> int:
