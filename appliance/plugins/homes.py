@@ -108,7 +108,7 @@ class Homes:
         if (
             self.of.keys() != found.keys()
             or not all([self.of[one.model].issubset(one.able(capacity_bytes)) for one in able])
-            or is_better(able, capacity_bytes, found, self.of)
+            or (found != self.of and is_better(able, capacity_bytes, found, self.of))
         ):
             self.of = found
 

@@ -172,6 +172,15 @@ def test_a_plan_stays_unless_another_has_a_tenth_less_pressure() -> None:
     assert not is_better(pair, capacity, together, apart)
 
 
+def test_no_instance_has_no_homes() -> None:
+    """Nor has one that is left over."""
+    homes = Homes()
+
+    homes.plan({}, [HomeSeeker("a", 1.0, GB)])
+
+    assert homes.of == {}
+
+
 def test_models_that_do_not_fit_have_homes_all_the_same() -> None:
     large = [HomeSeeker(f"m{n}", 1.0, 100 * GB) for n in range(4)]
 
