@@ -74,7 +74,8 @@ VARIANTS: Mapping[str, Variant] = {
     "prompts in chunks of 1024": Variant({"batch": "pd_aggregated"}),
     "no homes": Variant(parameters={"home_share": ALWAYS}),
     "homes move for 20 %": Variant(constants={"homes.THRESHOLD": 0.2}),
-    "no short prompts first": Variant(constants={"appliance.TIGHT_SHARE": ALWAYS}),
+    "no short prompts first": Variant(constants={"work.outlook.SHORT_SECONDS": 0.0}),
+    "tokens due by the schedule": Variant(parameters={"pace": 0.0}),
     "late requests due again after 5 s": Variant(parameters={"renewal_seconds": 5.0}),
     "late models wait at most 5 s": Variant(parameters={"max_lateness_seconds": 5.0}),
     "slack of half a TTFT": Variant(parameters={"slack_target": 0.5}),
@@ -92,7 +93,7 @@ def _with(constants: Mapping[str, Any]) -> Iterator[None]:
     """Change constants meanwhile. Raises `AttributeError` for one that is not there."""
     found = []
     for name, value in constants.items():
-        module, constant = name.split(".")
+        module, constant = name.rsplit(".", 1)
         place = importlib.import_module(f"appliance.plugins.{module}")
         found.append((place, constant, getattr(place, constant)))
         setattr(place, constant, value)

@@ -257,7 +257,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         chunk = int(left / expected.prompt_seconds_per_token)
         work = self._outlooks.of(now, instance, costs)[model]
         if chunk < SMALLEST_CHUNK or (
-            work.latest <= now
+            work.latest + (work.promised - work.due) <= now
             and now + work.prompt_seconds < batch.deadline
             and not self._lone.is_apart(model)
         ):

@@ -25,8 +25,13 @@ weights are there, its first tokens are late, and demands are estimates."""
 UNEVEN = 0.3
 """It stays, too, while the demand at its home is higher by no more than this share than it would be
 there: what is left of full memory makes large differences of pressure from small ones of demand."""
+FULL_SHARE = 0.05
+"""Where less of the memory is left for KV, the demand does not count."""
 FREE_SHARE = 0.2
 """A model gets a further home next to others only where so much of the memory is left for KV."""
+GAIN = 0.1
+"""Homes stay as a whole unless the highest pressure of a new plan is lower by this share: models of
+about the same demand would change places for nothing."""
 LEAST_RATE = 0.01
 """Requests a second that a model is expected to get at least."""
 
@@ -99,7 +104,13 @@ class Homes:
         """Give those of the models that enough instances can serve homes on instances that are
         up."""
         able = [one for one in seekers if len(one.able(capacity_bytes)) >= FEWEST_INSTANCES]
-        self.of = find_homes(able, capacity_bytes, self.of, THRESHOLD)
+        found = find_homes(able, capacity_bytes, self.of, THRESHOLD)
+        if (
+            self.of.keys() != found.keys()
+            or not all([self.of[one.model].issubset(one.able(capacity_bytes)) for one in able])
+            or (found != self.of and is_better(able, capacity_bytes, found, self.of))
+        ):
+            self.of = found
 
     def placements(self, cluster: ClusterView, seekers: Sequence[HomeSeeker]) -> list[Placement]:
         """Planned anew: which models each instance may serve; None for all, if none has homes.
@@ -119,11 +130,22 @@ class Homes:
 class _Room(NamedTuple):
     demand: float
     free_bytes: float
+    total_bytes: float
 
     def pressure(self, demand: float, weight_bytes: int) -> float:
         """Demand for the memory left, if the model came here, too."""
         left = self.free_bytes - weight_bytes
         return (self.demand + demand) / left if left > 0 else math.inf
+
+    def takes(self, weight_bytes: int) -> bool:
+        """Whether a further home of a model has room here."""
+        left = self.free_bytes - weight_bytes
+        shared = self.free_bytes < self.total_bytes
+        return left >= (FREE_SHARE * self.total_bytes if shared else 0)
+
+    def after(self, demand: float, weight_bytes: int) -> _Room:
+        """What is left when the model is here."""
+        return self._replace(demand=self.demand + demand, free_bytes=self.free_bytes - weight_bytes)
 
 
 def find_homes(
@@ -135,7 +157,7 @@ def find_homes(
     """The homes of each model. It leaves one that it has (`known`) only for one where the pressure
     is lower by more than `threshold` of it, and the demand by more than `UNEVEN`. `seekers` can
     each be served by an instance. O(models x homes x instances)."""
-    rooms = {i: _Room(0.0, float(capacity)) for i, capacity in capacity_bytes.items()}
+    rooms = {i: _Room(0.0, float(size), float(size)) for i, size in capacity_bytes.items()}
     total = sum([seeker.demand for seeker in seekers])
     homes: dict[ModelName, list[InstanceId]] = {seeker.model: [] for seeker in seekers}
     largest_first = sorted(seekers, key=lambda one: (-one.demand, one.model))
@@ -144,22 +166,45 @@ def find_homes(
         for seeker, count in zip(largest_first, counts, strict=True):
             mine = homes[seeker.model]
             for _ in range(count - 1 if further else 1):
-                best = _best(
-                    {i: rooms[i] for i in seeker.able(rooms) if i not in mine},
-                    seeker.demand / count,
-                    seeker.weight_bytes,
-                    known.get(seeker.model, frozenset()),
-                    threshold,
-                )
-                room = rooms[best]
-                left = room.free_bytes - seeker.weight_bytes
-                shared = room.free_bytes < capacity_bytes[best]
-                if further and shared and left < FREE_SHARE * capacity_bytes[best]:
+                able = {i: rooms[i] for i in seeker.able(rooms) if i not in mine}
+                if further:
+                    able = {i: room for i, room in able.items() if room.takes(seeker.weight_bytes)}
+                if not able:
                     break
-                demand = room.demand + seeker.demand / count
-                rooms[best] = _Room(demand, left)
+                demand = seeker.demand / count
+                before = known.get(seeker.model, frozenset())
+                best = _best(able, demand, seeker.weight_bytes, before, threshold)
+                rooms[best] = rooms[best].after(demand, seeker.weight_bytes)
                 mine.append(best)
     return {model: frozenset(mine) for model, mine in homes.items()}
+
+
+def is_better(
+    seekers: Sequence[HomeSeeker],
+    capacity_bytes: Mapping[InstanceId, int],
+    new: Mapping[ModelName, frozenset[InstanceId]],
+    known: Mapping[ModelName, frozenset[InstanceId]],
+) -> bool:
+    """Whether less memory is missing with the new homes, or as much, and the highest pressure of
+    an instance is lower by `GAIN`. Both plans have homes for all the models. O(models x homes)."""
+
+    def missing_and_pressure(homes: Mapping[ModelName, frozenset[InstanceId]]) -> tuple[int, float]:
+        demand, left = dict.fromkeys(capacity_bytes, 0.0), dict(capacity_bytes)
+        for one in seekers:
+            for instance in homes[one.model]:
+                demand[instance] += one.demand / len(homes[one.model])
+                left[instance] -= one.weight_bytes
+        pressures = [
+            demand[instance] / max(FULL_SHARE * size, left[instance])
+            for instance, size in capacity_bytes.items()
+        ]
+        return max(0, -min(left.values())), max(pressures)
+
+    missing, pressure = missing_and_pressure(new)
+    missing_before, pressure_before = missing_and_pressure(known)
+    if missing != missing_before:
+        return missing < missing_before
+    return pressure < (1 - GAIN) * pressure_before
 
 
 def _share(seeker: HomeSeeker, total: float, rooms: Mapping[InstanceId, object]) -> int:
@@ -175,13 +220,24 @@ def _best(
     before: frozenset[InstanceId],
     threshold: float,
 ) -> InstanceId:
-    options = [
-        (room.pressure(demand, weight_bytes), room.demand, -room.free_bytes, number)
-        for number, room in rooms.items()
+    """The room with the least pressure; a home of the model (`before`), unless one is clearly
+    better."""
+
+    def order(instance: InstanceId) -> tuple[float, float, float, InstanceId]:
+        room = rooms[instance]
+        return room.pressure(demand, weight_bytes), room.demand, -room.free_bytes, instance
+
+    mine = [instance for instance in rooms if instance in before]
+    if not mine:
+        return min(rooms, key=order)
+    home = min(mine, key=order)
+    here = rooms[home]
+    pressure = (1 - threshold) * here.pressure(demand, weight_bytes)
+    full = here.free_bytes - weight_bytes < FULL_SHARE * here.total_bytes
+    most = math.inf if full else (1 - UNEVEN) * (here.demand + demand)
+    better = [
+        instance
+        for instance, room in rooms.items()
+        if room.pressure(demand, weight_bytes) < pressure and room.demand + demand < most
     ]
-    best = min(options)
-    kept = min([option for option in options if option[-1] in before], default=best)
-    stays = kept[0] * (1 - threshold) <= best[0]  # also where it fits nowhere
-    even = (kept[1] + demand) * (1 - UNEVEN) <= best[1] + demand
-    stays = stays or (even and kept[0] < math.inf)
-    return kept[-1] if stays else best[-1]
+    return min(better, key=order, default=home)

@@ -35,6 +35,8 @@ class ModelWork:
     model: ModelName
     due: float = math.inf
     """When the next token of the most urgent request is due."""
+    promised: float = math.inf
+    """When that token is due if nothing is due earlier for the sake of pace."""
     scheduled: float | None = None
     """When that token is due without longest gaps, if it is due earlier for one."""
     overdue: float = math.inf
@@ -245,6 +247,7 @@ class Outlooks:
             if in_gap < work.due:
                 work.due, work.scheduled = in_gap, work.due
                 work.margin_seconds = min(margin, terms.margin * batch.slo.gap_seconds)
+        work.promised = work.due if work.scheduled is not None else work.due + early
 
     def _add_prompts(
         self,
@@ -258,8 +261,8 @@ class Outlooks:
         can be in time, None if there are none."""
         behind, gap = condition.behind, condition.gap_seconds
         base, per_token = expected.prompt_seconds, expected.prompt_seconds_per_token
-        first, margins, until, short = work.due, work.margin_seconds, work.until, 0.0
-        seconds, found = 0.0, False
+        first, margins, until = math.inf, work.margin_seconds, work.until
+        seconds, short, found = 0.0, 0.0, False
         for group in groups:
             deadline, ttft = group.deadline, group.slo.ttft_seconds
             due, margin = _scheduled(group), self._terms.margin * ttft
@@ -281,7 +284,8 @@ class Outlooks:
             if last >= now and group.interactive and expected.is_tight(ttft):
                 short, found = short + prompts, True
                 until = min(until, last)
-        work.due, work.margin_seconds, work.until = first, margins, until
+        work.due, work.promised = min(work.due, first), min(work.promised, first)
+        work.margin_seconds, work.until = margins, until
         work.prompt_seconds, work.runs = seconds, True
         return short if found else None
 

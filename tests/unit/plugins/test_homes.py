@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.plugins.homes import PERIOD_SECONDS, Homes, HomeSeeker, find_homes
+from appliance.plugins.homes import PERIOD_SECONDS, Homes, HomeSeeker, find_homes, is_better
 
 GB = 1 << 30
 
@@ -133,6 +133,52 @@ def test_homes_stay_where_memory_is_full_and_demands_differ_little() -> None:
     five = [HomeSeeker(name, demand, 20 * GB) for name, demand in demands.items()]
 
     assert find_homes(five, {0: 65 * GB, 1: 65 * GB}, known, 0.6) == known
+
+
+def test_a_model_leaves_an_instance_that_has_no_room_for_kv() -> None:
+    """19 GB next to 60 leave 1 of 80; elsewhere, where as much is asked, 59 are free."""
+    known = {"large": frozenset([0]), "tiny": frozenset([1]), "third": frozenset([0])}
+    three = [
+        HomeSeeker("large", 1.0, 60 * GB),
+        HomeSeeker("tiny", 1.0, 2 * GB),
+        HomeSeeker("third", 0.5, 19 * GB),
+    ]
+
+    assert find_homes(three, {0: 80 * GB, 1: 80 * GB}, known, 0.6)["third"] == {1}
+
+
+def test_weights_that_do_not_fit_get_no_further_homes() -> None:
+    huge = HomeSeeker("huge", 1.0, 90 * GB)
+
+    assert len(find_homes([huge], {0: 80 * GB, 1: 80 * GB}, {}, 0.2)["huge"]) == 1
+
+
+def test_a_plan_stays_unless_another_has_a_tenth_less_pressure() -> None:
+    """Two models of one demand could change places, which gains nothing; two on one of two
+    instances gain by parting."""
+    pair = [HomeSeeker("a", 1.0, 20 * GB), HomeSeeker("b", 0.95, 20 * GB)]
+    capacity = {0: 80 * GB, 1: 80 * GB}
+    apart, swapped = (
+        {"a": frozenset([0]), "b": frozenset([1])},
+        {
+            "a": frozenset([1]),
+            "b": frozenset([0]),
+        },
+    )
+    together = {"a": frozenset([0]), "b": frozenset([0])}
+
+    assert not is_better(pair, capacity, swapped, apart)
+    assert is_better(pair, capacity, apart, together)
+    assert not is_better(pair, capacity, together, apart)
+
+
+def test_no_instance_has_no_homes() -> None:
+    """Nor has one that is left over."""
+    homes = Homes()
+
+    homes.plan({}, [HomeSeeker("a", 1.0, GB)])
+
+    assert homes.of == {}
 
 
 def test_models_that_do_not_fit_have_homes_all_the_same() -> None:
