@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from appliance.errors import ApplianceError
-from appliance.platform.user_folders import state_folder
+from appliance.user_folders import state_folder
 
 NAME: Final = "admin.sock"
 AUTO: Final = "auto"

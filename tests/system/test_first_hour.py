@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -139,16 +140,16 @@ def stop(pids: list[int]) -> None:
             os.kill(pid, signal.SIGTERM)
     for pid in pids:
         try:
-            until(lambda pid=pid: not running(pid))
+            until(partial(ended, pid))
         finally:
-            if running(pid):
+            if not ended(pid):
                 os.kill(pid, signal.SIGKILL)
 
 
-def running(pid: int) -> bool:
+def ended(pid: int) -> bool:
     """A process that ended may wait for its parent, which is none of ours."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.platform.user_folders import base_folder
+from appliance.user_folders import base_folder
 
 
 def models_folder() -> Path:

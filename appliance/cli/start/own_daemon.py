@@ -24,8 +24,8 @@ from appliance.config.starter import Terms, write_starter
 from appliance.errors import ApplianceError
 from appliance.platform.admin_socket import UNIX, is_listening, own_path
 from appliance.platform.children import module_command
-from appliance.platform.user_folders import state_folder
 from appliance.units import Address
+from appliance.user_folders import state_folder
 
 START_SECONDS: Final = 600.0
 """For a daemon to load its libraries and to answer, on a slow machine."""

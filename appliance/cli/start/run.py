@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import httpx
 
-from appliance.checkpoints.discovery.find import Found, FoundModel, find_models
+from appliance.checkpoints.discovery.find import Found, FoundModel, NotFound, find_models
 from appliance.checkpoints.pull import NAME
 from appliance.checkpoints.pull import pull as fetch
 from appliance.checkpoints.sources import HUB, Progress
@@ -84,6 +84,8 @@ def _have(url: str, model: str) -> str:
         fail(f"{url} is in use, and no daemon answers there ({error}); try again, or give --url")
     if hub and not _has(served, name):
         _pull_there(url, model)
+    elif hub:
+        _tell_of_revision(name, hub["revision"])
     return name  # if there is no such model, the daemon says so
 
 
@@ -96,6 +98,16 @@ def _served(url: str) -> set[str]:
         return {row["id"] for row in response.json()["data"]}
     except (json.JSONDecodeError, KeyError, TypeError):
         fail(f"what answers at {url} is not the appliance")
+
+
+def _tell_of_revision(name: str, revision: str | None) -> None:
+    """A hub alone knows which files a revision has, and it is not asked for what is there."""
+    if revision is not None:
+        click.echo(
+            f"note: {name} is there already, and may be another revision than {revision}; to have "
+            "that one, remove the model first: appliance rm {name}",
+            err=True,
+        )
 
 
 def _has(served: set[str], name: str) -> bool:
@@ -148,7 +160,10 @@ def _serve_own(url: str, model: str, name: str, error: httpx.TransportError) -> 
                 f"no daemon answers at {url} ({error}), and {folder} has no model {name}; start "
                 "one with `appliance serve`, or have a model pulled: appliance run ORG/MODEL"
             )
-        if not mine:
+        if mine:
+            hub = HUB.fullmatch(model)
+            _tell_of_revision(name, hub and hub["revision"])
+        else:
             mine = (FoundModel(name, _fetch(model, folder, name)),)
         with tempfile.TemporaryDirectory(prefix="appliance-run-") as scratch:
             file = Path(scratch, "appliance.toml")
@@ -161,6 +176,8 @@ def _serve_own(url: str, model: str, name: str, error: httpx.TransportError) -> 
         unreachable(url, broken)
     except NothingToServe as wrong:
         fail("\n".join(map(str, wrong.left_out)))
+    except NotFound as wrong:
+        fail(f"{wrong}\n--model is an option of `appliance serve`; for `run`, rename a directory")
     except ConfigError as wrong:
         fail("\n".join(f"{one.key}: {one.wrong}; {one.remedy}" for one in wrong.problems))
     except (ApplianceError, OSError) as wrong:
@@ -171,6 +188,6 @@ def _fetch(model: str, folder: Path, name: str) -> Path:
     """Pull a model of a hub into the user's folder; where it is there."""
     try:
         with failing(model), telling(False, err=True) as tell:
-            return fetch(model, folder, name, tell=tell).path
+            return fetch(model, folder, name, from_hub=True, tell=tell).path
     except KeyboardInterrupt:
         fail("the pull was stopped; it goes on where it stopped when the command is repeated")

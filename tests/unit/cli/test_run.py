@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from appliance.checkpoints.sources import DirectorySource, Source
 from appliance.cli.main import cli
 from appliance.cli.start import own_daemon
 from appliance.cli.start.chat import _StateLine
@@ -26,8 +27,8 @@ from appliance.errors import ApplianceError
 from appliance.platform import machine_memory
 from appliance.platform.admin_socket import open_socket
 from appliance.platform.machine_memory import MachineMemory
-from appliance.platform.user_folders import state_folder
 from appliance.units import Address
+from appliance.user_folders import state_folder
 from tests.conftest import write_checkpoint
 from tests.unit.cli.test_main import event
 
@@ -131,10 +132,12 @@ def call(*arguments: str) -> Result:
 
 
 def test_what_is_served_is_not_pulled(daemon: Daemon) -> None:
-    """Also if its name is that of a hub's model."""
+    """Also if its name is that of a hub's model. Whether it is a revision is not known."""
     for name in ("small", "org/small", "org/small@main"):
         result = call(name, "Hi", "--url", daemon.url)
-        assert (result.exit_code, result.stdout, result.stderr) == (0, "Hello\n", "")
+        assert (result.exit_code, result.stdout) == (0, "Hello\n")
+        noted = "org/small is there already, and may be another revision than main"
+        assert (noted in result.stderr) == ("@" in name)
     assert {path for path, _ in daemon.asked} == {"/v1/chat/completions"}
 
 
@@ -229,7 +232,9 @@ def test_an_interrupt_stops_an_answer(
     conversation: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What came of it belongs to the conversation."""
-    lines = iter([event("Hel"), KeyboardInterrupt, event("lo"), "data: [DONE]"])
+    lines: Iterator[str | type[BaseException]] = iter(
+        [event("Hel"), KeyboardInterrupt, event("lo"), "data: [DONE]"]
+    )
 
     def interrupted(_: object) -> Iterator[str]:
         for line in lines:
@@ -342,16 +347,23 @@ def test_a_model_of_the_user_is_served_by_a_daemon_of_its_own(
 def test_a_model_that_is_not_there_is_pulled_before(
     home: Path, started: list[Daemon], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Into the user's folder. A directory of that name is taken before a hub, so here is one."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org").mkdir()
-    write_checkpoint(tmp_path / "org" / "tiny")
+    """Into the user's folder, from a hub: a directory of that name here is others'."""
+    asked: list[str] = []
+
+    def hub(text: str) -> Source:
+        asked.append(text)
+        return DirectorySource(write_checkpoint(tmp_path / "hub"))
+
+    monkeypatch.setattr("appliance.checkpoints.pull.hub_source", hub)
+    (tmp_path / "here" / "org" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
 
     result = call("org/tiny", "Hi", "--url", free_url())
 
     assert (result.exit_code, result.stdout) == (0, "Hello\n"), result.output
     assert "fetched model.safetensors (1.0MiB)\n" in result.stderr
     assert (home / "org--tiny" / "model.safetensors").is_file()
+    assert asked == ["org/tiny"]
     assert len(started) == 1
 
 
@@ -390,6 +402,31 @@ def test_what_there_is_not(home: Path, started: list[Daemon]) -> None:
     assert result.stderr.startswith(f"error: no daemon answers at {url}")
     assert f"{home} has no model other" in result.stderr
     assert started == []
+
+
+def test_two_models_of_one_name(home: Path, started: list[Daemon]) -> None:
+    """The message says what to do about directories, as the command has no option for names."""
+    for folder in ("a b", "a-b"):
+        write_checkpoint(home / folder)
+    result = call("mine", "Hi", "--url", free_url())
+
+    assert result.exit_code == 1
+    assert "a-b is the name of" in result.stderr
+    assert result.stderr.endswith("for `run`, rename a directory\n")
+    assert started == []
+
+
+def test_a_model_whose_name_is_not_that_of_its_folder(
+    home: Path, started: list[Daemon], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Folders have two hyphens for a slash, so `my--a--b` would be called otherwise."""
+    source = DirectorySource(write_checkpoint(tmp_path / "hub"))
+    monkeypatch.setattr("appliance.checkpoints.pull.hub_source", lambda _: source)
+
+    result = call("my/a--b", "Hi", "--url", free_url())
+
+    assert (result.exit_code, result.stdout) == (0, "Hello\n"), result.output
+    assert started[0].added == [("my/a--b", str(home / "my--a--b"))]
 
 
 def test_a_model_that_cannot_be_served(home: Path, started: list[Daemon]) -> None:
