@@ -25,10 +25,11 @@ PROGRAM = (sys.executable, "-m", "appliance")
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """The environment of a user with nothing."""
+    """The environment of a user with nothing, in a session."""
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "0",
+        "XDG_RUNTIME_DIR": str(tmp_path / "run"),
         "XDG_DATA_HOME": str(tmp_path / "data"),
         "XDG_STATE_HOME": str(tmp_path / "state"),
     }
