@@ -10,9 +10,9 @@ from typing import Any, NoReturn, TypeVar
 import click
 import httpx
 
-from appliance.platform.admin_socket import UNIX, running_socket
+from appliance.platform.admin_socket import DEFAULT_PORT, UNIX, running_socket
 
-DEFAULT_URL = "http://127.0.0.1:11500"
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 UNPROCESSABLE = 422

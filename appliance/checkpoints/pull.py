@@ -41,6 +41,7 @@ from appliance.checkpoints.sources import (
     Wanted,
     chosen,
     find_source,
+    hub_source,
     is_taken,
 )
 from appliance.errors import CheckpointError, PullError
@@ -70,18 +71,25 @@ class Pulled(NamedTuple):
 
 
 def pull(
-    source: str, folder: Path | None, name: str = "", *, link: bool = False, tell: Tell
+    source: str,
+    folder: Path | None,
+    name: str = "",
+    *,
+    link: bool = False,
+    from_hub: bool = False,
+    tell: Tell,
 ) -> Pulled:
     """Put what `source` names (see `sources`) into `folder`, as `name` or its own.
 
-    With `link` it stays where it is, a directory, and is only verified. `tell` hears how far it
+    With `link` it stays where it is, a directory, and is only verified. With `from_hub` no
+    directory or archive is taken for `source`. `tell` hears how far it
     is, in the calling thread. Blocks for as long as it takes; what was fetched is kept if it
     breaks off. What was to be deleted stays if it is pulled again.
 
     Raises `PullError` for a source that is none or cannot be had, and for a name that is taken,
     `CheckpointError` if it is damaged or no checkpoint that can be served, `OSError`.
     """
-    found = find_source(source)
+    found = hub_source(source) if from_hub else find_source(source)
     model = name or found.name
     if not NAME.fullmatch(model):
         raise PullError(f"{model!r} cannot be a model's name: give another one")

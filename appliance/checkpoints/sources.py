@@ -107,12 +107,21 @@ def find_source(text: str) -> Source:
     if text.endswith(_ARCHIVES) and os.path.isfile(text):  # noqa: PTH113
         kind = ZipSource if text.endswith(".zip") else TarSource
         return kind(path.absolute())
-    if match := HUB.fullmatch(text):
-        return HubSource(match["name"], match["revision"])
+    if HUB.fullmatch(text):
+        return hub_source(text)
     raise PullError(
         f"{text} is neither a directory, nor an archive ({', '.join(_ARCHIVES)}) that there is, "
         "nor org/model[@revision] of a hub"
     )
+
+
+def hub_source(text: str) -> Source:
+    """``org/model[@revision]`` of a hub, whatever there is in the working directory. Raises
+    `PullError` for anything else."""
+    match = HUB.fullmatch(text)
+    if match is None:
+        raise PullError(f"{text} is not org/model[@revision] of a hub")
+    return HubSource(match["name"], match["revision"])
 
 
 def chosen(source: str, listing: dict[str, int]) -> tuple[list[str], list[str]]:

@@ -21,6 +21,7 @@ from appliance.config.schema import Config
 from appliance.config.sizing import read_model
 from appliance.errors import ConfigError, Problem
 from appliance.platform import machine_memory
+from appliance.platform.admin_socket import AUTO
 from appliance.platform.gpus import Gpu, GpusUnknown, list_gpus
 from appliance.units import Address, human
 
@@ -34,6 +35,7 @@ class Terms(NamedTuple):
     bind: Address
     folder: Path
     """For models that are pulled."""
+    admin_socket: str = AUTO
 
 
 class Starter(NamedTuple):
@@ -79,7 +81,7 @@ def starter_text(models: Sequence[FoundModel], terms: Terms) -> str:
     """The configuration as TOML."""
     gpus = _gpus()
     tables = [
-        f"[api]\nbind = {_quoted(terms.bind)}\n",
+        f"[api]\nbind = {_quoted(terms.bind)}\n{_socket(terms)}",
         f"[devices]\n{_instances(gpus)}",
         f"[catalog]\nfolder = {_quoted(str(terms.folder))}\n",
         *(_table(model) for model in models),
@@ -136,6 +138,11 @@ def _refused(error: ConfigError) -> dict[int, Problem]:
 
 def _table(model: FoundModel) -> str:
     return f"[[model]]\nname = {_quoted(model.name)}\npath = {_quoted(str(model.path))}\n"
+
+
+def _socket(terms: Terms) -> str:
+    chosen = terms.admin_socket
+    return "" if chosen == AUTO else f"admin_socket = {_quoted(chosen)}\n"
 
 
 def _instances(gpus: Sequence[Gpu]) -> str:

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from appliance.errors import ApplianceError
+from appliance.user_folders import state_folder
 
 NAME: Final = "admin.sock"
 AUTO: Final = "auto"
 UNIX: Final = "unix:"
 """How an address begins that is a socket's path."""
 SYSTEM_DIRECTORY: Final = "/run/appliance"
+
+DEFAULT_PORT: Final = 11500
+"""Where a daemon listens by default."""
 
 _MODE: Final = 0o660
 _SO_PEERGROUPS: Final = 59
@@ -48,18 +52,29 @@ def admin_path(configured: str) -> Path | None:
     return Path(configured) if configured else None
 
 
+def own_path(port: int) -> Path | None:
+    """Where a daemon listens that `appliance run` started at a TCP port; None for a user without a
+    home directory."""
+    try:
+        return state_folder() / f"daemon-{port}.sock"
+    except ApplianceError:
+        return None
+
+
 def running_socket() -> Path | None:
     """The admin socket of a daemon on this machine that this user may use, if there is one."""
-    for path in (automatic_path(), Path(SYSTEM_DIRECTORY, NAME)):
-        if path is None:
-            continue
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            try:
-                probe.connect(str(path))
-            except OSError:
-                continue
-        return path
-    return None
+    paths = automatic_path(), own_path(DEFAULT_PORT), Path(SYSTEM_DIRECTORY, NAME)
+    return next((path for path in paths if path is not None and is_listening(path)), None)
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a daemon listens on an admin socket that this user may use."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def open_socket(path: Path, group: str = "") -> socket.socket:

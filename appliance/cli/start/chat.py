@@ -57,6 +57,9 @@ def converse(url: str, body: dict[str, Any]) -> None:
         except KeyboardInterrupt:
             click.echo("\nCtrl-D or /bye ends the conversation.", err=True)
             continue
+        except UnicodeDecodeError:
+            click.echo("that was no UTF-8; type the message again", err=True)
+            continue
         match text.strip():
             case "":
                 pass
@@ -67,13 +70,21 @@ def converse(url: str, body: dict[str, Any]) -> None:
             case "/?" | "/help":
                 click.echo(HELP, err=True)
             case _:
-                messages.append({"role": "user", "content": text})
-                pieces: list[str] = []
-                try:
-                    _print_answer(url, body, messages, pieces)
-                except KeyboardInterrupt:  # what came of it was said
-                    click.echo()
-                messages.append({"role": "assistant", "content": "".join(pieces)})
+                asked = {"role": "user", "content": text}
+                if said := _answered(url, body, [*messages, asked]):
+                    messages += [asked, {"role": "assistant", "content": said}]
+
+
+def _answered(url: str, body: dict[str, Any], messages: list[dict[str, str]]) -> str:
+    """What came of an answer of a conversation, which goes on if the answer is stopped or fails."""
+    pieces: list[str] = []
+    try:
+        _print_answer(url, body, messages, pieces)
+    except KeyboardInterrupt:  # what came of it was said
+        click.echo()
+    except SystemExit:  # why was said
+        click.echo("the conversation goes on; Ctrl-D or /bye ends it", err=True)
+    return "".join(pieces)
 
 
 def _print_answer(
@@ -134,6 +145,8 @@ class _StateLine:
         self._url = url
         self._model = model
         self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._line: Progress | None = None
         self._thread = threading.Thread(target=self._show, daemon=True)
 
     def __enter__(self) -> _StateLine:
@@ -145,21 +158,27 @@ class _StateLine:
         self.end()
 
     def end(self) -> None:
-        """Show nothing more; the line is gone."""
+        """Show nothing more; the line is gone. Does not wait for the daemon's word."""
         if not self._over.is_set():
             self._over.set()
-            if self._thread.ident is not None:
-                self._thread.join()
+            with self._lock:
+                if self._line is not None:
+                    self._line.stop()
 
     def _show(self) -> None:
         if self._over.wait(POLL_SECONDS):  # it answers at once
             return
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-            task = shown.add_task(f"{self._model}: waiting")
-            while not self._over.wait(POLL_SECONDS):
-                with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
-                    shown.update(task, description=f"{self._model}: {self._doing()}")
+        line = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = line.add_task(f"{self._model}: waiting")
+        with self._lock:
+            if self._over.is_set():
+                return
+            line.start()
+            self._line = line
+        while not self._over.wait(POLL_SECONDS):
+            with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+                line.update(task, description=f"{self._model}: {self._doing()}")
 
     def _doing(self) -> str:
         """In words; "waiting" for users that may not ask. Raises what a strange answer leads to."""

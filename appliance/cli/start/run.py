@@ -11,16 +11,17 @@ from pathlib import Path
 import click
 import httpx
 
-from appliance.checkpoints.discovery.find import Found, find_models
+from appliance.checkpoints.discovery.find import Found, FoundModel, NotFound, find_models
 from appliance.checkpoints.pull import NAME
 from appliance.checkpoints.pull import pull as fetch
 from appliance.checkpoints.sources import HUB, Progress
 from appliance.cli.start.chat import answer, converse
 from appliance.cli.start.folders import models_folder
-from appliance.cli.start.own_daemon import own_address, start_own_daemon
+from appliance.cli.start.own_daemon import operators_url, own_address, start_own_daemon
 from appliance.cli.start.pull import failing, telling
 from appliance.client import (
-    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    call,
     checked,
     connect,
     event_lines,
@@ -32,6 +33,8 @@ from appliance.config.starter import NothingToServe, Terms, write_starter
 from appliance.errors import ApplianceError, ConfigError
 
 _LATEST = ":latest"
+LIST_SECONDS = 120.0
+"""For the names of the models, by a daemon that has much else to do."""
 
 
 @click.command()
@@ -74,22 +77,41 @@ def _have(url: str, model: str) -> str:
         )
     try:
         served = _served(url)
-    except httpx.TransportError as error:
+    except httpx.ConnectError as error:  # no process listens there
         _serve_own(url, model, name, error)
         return name
-    if hub and not {name, name.removesuffix(_LATEST)} & served:
+    except httpx.TransportError as error:
+        fail(f"{url} is in use, and no daemon answers there ({error}); try again, or give --url")
+    if hub and not _has(served, name):
         _pull_there(url, model)
+    elif hub:
+        _tell_of_revision(name, hub["revision"])
     return name  # if there is no such model, the daemon says so
 
 
 def _served(url: str) -> set[str]:
     """Names of the models of the daemon. Raises `httpx.TransportError` if none answers."""
+    limits = httpx.Timeout(LIST_SECONDS, connect=CONNECT_SECONDS)
     with connect(url) as client:
-        response = checked(client.get("/v1/models", timeout=ANSWER_SECONDS))
+        response = checked(client.get("/v1/models", timeout=limits))
     try:
         return {row["id"] for row in response.json()["data"]}
     except (json.JSONDecodeError, KeyError, TypeError):
         fail(f"what answers at {url} is not the appliance")
+
+
+def _tell_of_revision(name: str, revision: str | None) -> None:
+    """A hub alone knows which files a revision has, and it is not asked for what is there."""
+    if revision is not None:
+        click.echo(
+            f"note: {name} is there already, and may be another revision than {revision}; to have "
+            "that one, remove the model first: appliance rm {name}",
+            err=True,
+        )
+
+
+def _has(served: set[str], name: str) -> bool:
+    return not served.isdisjoint({name, name.removesuffix(_LATEST)})
 
 
 def _pull_there(url: str, model: str) -> None:
@@ -98,7 +120,7 @@ def _pull_there(url: str, model: str) -> None:
     try:
         with (
             telling(False, err=True) as tell,
-            connect(url) as client,
+            connect(operators_url(url)) as client,
             client.stream("POST", "/api/pull", json={"model": model}) as response,
         ):
             for progress in _steps(event_lines(checked(response).iter_bytes())):
@@ -138,25 +160,34 @@ def _serve_own(url: str, model: str, name: str, error: httpx.TransportError) -> 
                 f"no daemon answers at {url} ({error}), and {folder} has no model {name}; start "
                 "one with `appliance serve`, or have a model pulled: appliance run ORG/MODEL"
             )
-        if not mine:
-            _fetch(model, folder, name)
-            mine = tuple(one for one in find_models([folder]).models if one.name == name)
+        if mine:
+            hub = HUB.fullmatch(model)
+            _tell_of_revision(name, hub and hub["revision"])
+        else:
+            mine = (FoundModel(name, _fetch(model, folder, name)),)
         with tempfile.TemporaryDirectory(prefix="appliance-run-") as scratch:
             file = Path(scratch, "appliance.toml")
             write_starter(file, Found(mine, ()), Terms(address, folder), now=True)
         start_own_daemon(url, address)
+        if not _has(_served(url), name):  # it looked through the folder before, or left it out
+            added = {"name": name, "path": str(mine[0].path)}
+            call("POST", operators_url(url), "/api/models", added)
+    except httpx.TransportError as broken:
+        unreachable(url, broken)
     except NothingToServe as wrong:
         fail("\n".join(map(str, wrong.left_out)))
+    except NotFound as wrong:
+        fail(f"{wrong}\n--model is an option of `appliance serve`; for `run`, rename a directory")
     except ConfigError as wrong:
         fail("\n".join(f"{one.key}: {one.wrong}; {one.remedy}" for one in wrong.problems))
     except (ApplianceError, OSError) as wrong:
         fail(str(wrong))
 
 
-def _fetch(model: str, folder: Path, name: str) -> None:
-    """Pull a model of a hub into the user's folder."""
+def _fetch(model: str, folder: Path, name: str) -> Path:
+    """Pull a model of a hub into the user's folder; where it is there."""
     try:
         with failing(model), telling(False, err=True) as tell:
-            fetch(model, folder, name, tell=tell)
+            return fetch(model, folder, name, from_hub=True, tell=tell).path
     except KeyboardInterrupt:
         fail("the pull was stopped; it goes on where it stopped when the command is repeated")

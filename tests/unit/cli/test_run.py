@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,14 +17,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from appliance.checkpoints.sources import DirectorySource, Source
 from appliance.cli.main import cli
 from appliance.cli.start import own_daemon
-from appliance.cli.start.folders import models_folder, state_folder
-from appliance.cli.start.own_daemon import own_address, start_own_daemon
+from appliance.cli.start.chat import _StateLine
+from appliance.cli.start.folders import models_folder
+from appliance.cli.start.own_daemon import operators_url, own_address, start_own_daemon
 from appliance.errors import ApplianceError
 from appliance.platform import machine_memory
+from appliance.platform.admin_socket import open_socket
 from appliance.platform.machine_memory import MachineMemory
 from appliance.units import Address
+from appliance.user_folders import state_folder
 from tests.conftest import write_checkpoint
 from tests.unit.cli.test_main import event
 
@@ -39,6 +44,7 @@ class Daemon(ThreadingHTTPServer):
         self.hub = {"org/new"}
         self.asked: list[tuple[str, str]] = []
         self.said: list[list[dict[str, str]]] = []
+        self.added: list[tuple[str, str]] = []
 
     @property
     def url(self) -> str:
@@ -53,8 +59,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/api/models":
+            self.server.added.append((body["name"], body["path"]))
+            self.server.models.add(body["name"])
+            self.answer("{}")
+            return
         self.server.asked.append((self.path, body["model"]))
-        if self.path == "/v1/chat/completions":
+        if self.path == "/v1/chat/completions" and body["messages"][-1]["content"] == "bad":
+            self.server.said.append(body["messages"])
+            self.answer(json.dumps({"error": {"message": "it is too long"}}), 400)
+        elif self.path == "/v1/chat/completions":
             assert body["model"] in self.server.models
             self.server.said.append(body["messages"])
             self.answer(HELLO)
@@ -70,8 +84,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer(json.dumps({"error": "the hub does not give it"}) + "\n")
 
-    def answer(self, text: str) -> None:
-        self.send_response(200)
+    def answer(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("content-length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())
@@ -118,10 +132,12 @@ def call(*arguments: str) -> Result:
 
 
 def test_what_is_served_is_not_pulled(daemon: Daemon) -> None:
-    """Also if its name is that of a hub's model."""
+    """Also if its name is that of a hub's model. Whether it is a revision is not known."""
     for name in ("small", "org/small", "org/small@main"):
         result = call(name, "Hi", "--url", daemon.url)
-        assert (result.exit_code, result.stdout, result.stderr) == (0, "Hello\n", "")
+        assert (result.exit_code, result.stdout) == (0, "Hello\n")
+        noted = "org/small is there already, and may be another revision than main"
+        assert (noted in result.stderr) == ("@" in name)
     assert {path for path, _ in daemon.asked} == {"/v1/chat/completions"}
 
 
@@ -166,7 +182,7 @@ def conversation(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     """Has a user type lines, or keys that interrupt, at a terminal; what each request says."""
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
 
-    def type_all(*lines: str | type[BaseException]) -> list[list[str]]:
+    def type_all(*lines: str | BaseException | type[BaseException]) -> list[list[str]]:
         typed = iter([*lines, EOFError])
 
         def read(_: str) -> str:
@@ -216,7 +232,9 @@ def test_an_interrupt_stops_an_answer(
     conversation: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What came of it belongs to the conversation."""
-    lines = iter([event("Hel"), KeyboardInterrupt, event("lo"), "data: [DONE]"])
+    lines: Iterator[str | type[BaseException]] = iter(
+        [event("Hel"), KeyboardInterrupt, event("lo"), "data: [DONE]"]
+    )
 
     def interrupted(_: object) -> Iterator[str]:
         for line in lines:
@@ -227,6 +245,64 @@ def test_an_interrupt_stops_an_answer(
     monkeypatch.setattr("appliance.cli.start.chat.event_lines", interrupted)
 
     assert conversation("one", "two") == [["one"], ["one", "Hel", "two"]]
+
+
+def test_an_answer_that_never_began_is_forgotten(
+    conversation: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its question: an empty answer would go with all later requests."""
+    answers = iter([[], [event("Hello"), "data: [DONE]"]])
+
+    def first_interrupted(_: object) -> Iterator[str]:
+        lines = next(answers)
+        if not lines:
+            raise KeyboardInterrupt
+        yield from lines
+
+    monkeypatch.setattr("appliance.cli.start.chat.event_lines", first_interrupted)
+
+    assert conversation("one", "two") == [["one"], ["two"]]
+
+
+def test_a_conversation_goes_on_after_an_error(
+    conversation: Callable[..., list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the daemon, or of what was typed. The message that it is about is forgotten."""
+    not_text = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    asked = conversation("one", "bad", not_text, "two")
+
+    assert asked == [["one"], ["one", "Hello", "bad"], ["one", "Hello", "two"]]
+    said = capsys.readouterr()
+    assert said.err.endswith(
+        "error: it is too long\nthe conversation goes on; Ctrl-D or /bye ends it\n"
+        "that was no UTF-8; type the message again\n\n"
+    )
+    assert said.out == "Hello\nHello\n"
+
+
+def test_an_answer_does_not_wait_for_the_state_of_its_model(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line that tells of the state goes at once, although the daemon does not answer."""
+    asked, go, late = threading.Event(), threading.Event(), threading.Event()
+
+    def silent(handler: Handler) -> None:
+        if handler.path.startswith("/api/models/"):
+            asked.set()
+            if not go.wait(10):
+                late.set()
+        Handler.answer(handler, json.dumps({"state": "loading"}))
+
+    monkeypatch.setattr(Handler, "do_GET", silent)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("appliance.cli.start.chat.POLL_SECONDS", 0.0)
+    line = _StateLine(daemon.url, "small")
+    with line:
+        asked.wait()
+        line.end()
+        go.set()
+    assert not late.is_set()
 
 
 # --- where none runs -----------------------------------------------------------------------------
@@ -271,17 +347,50 @@ def test_a_model_of_the_user_is_served_by_a_daemon_of_its_own(
 def test_a_model_that_is_not_there_is_pulled_before(
     home: Path, started: list[Daemon], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Into the user's folder. A directory of that name is taken before a hub, so here is one."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org").mkdir()
-    write_checkpoint(tmp_path / "org" / "tiny")
+    """Into the user's folder, from a hub: a directory of that name here is others'."""
+    asked: list[str] = []
+
+    def hub(text: str) -> Source:
+        asked.append(text)
+        return DirectorySource(write_checkpoint(tmp_path / "hub"))
+
+    monkeypatch.setattr("appliance.checkpoints.pull.hub_source", hub)
+    (tmp_path / "here" / "org" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
 
     result = call("org/tiny", "Hi", "--url", free_url())
 
     assert (result.exit_code, result.stdout) == (0, "Hello\n"), result.output
     assert "fetched model.safetensors (1.0MiB)\n" in result.stderr
     assert (home / "org--tiny" / "model.safetensors").is_file()
+    assert asked == ["org/tiny"]
     assert len(started) == 1
+
+
+def test_a_daemon_that_another_command_started_learns_of_the_model(
+    home: Path, started: list[Daemon]
+) -> None:
+    """It looked through the folder before the model was there."""
+    write_checkpoint(home / "later")
+
+    result = call("later", "Hi", "--url", free_url())
+
+    assert (result.exit_code, result.stdout) == (0, "Hello\n"), result.output
+    assert started[0].added == [("later", str(home / "later"))]
+
+
+def test_what_does_not_answer_gets_no_rival(
+    home: Path, started: list[Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process listens, and says nothing."""
+    monkeypatch.setattr("appliance.cli.start.run.LIST_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = call("mine", "Hi", "--url", url)
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {url} is in use, and no daemon answers there")
+    assert started == []
 
 
 def test_what_there_is_not(home: Path, started: list[Daemon]) -> None:
@@ -293,6 +402,31 @@ def test_what_there_is_not(home: Path, started: list[Daemon]) -> None:
     assert result.stderr.startswith(f"error: no daemon answers at {url}")
     assert f"{home} has no model other" in result.stderr
     assert started == []
+
+
+def test_two_models_of_one_name(home: Path, started: list[Daemon]) -> None:
+    """The message says what to do about directories, as the command has no option for names."""
+    for folder in ("a b", "a-b"):
+        write_checkpoint(home / folder)
+    result = call("mine", "Hi", "--url", free_url())
+
+    assert result.exit_code == 1
+    assert "a-b is the name of" in result.stderr
+    assert result.stderr.endswith("for `run`, rename a directory\n")
+    assert started == []
+
+
+def test_a_model_whose_name_is_not_that_of_its_folder(
+    home: Path, started: list[Daemon], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Folders have two hyphens for a slash, so `my--a--b` would be called otherwise."""
+    source = DirectorySource(write_checkpoint(tmp_path / "hub"))
+    monkeypatch.setattr("appliance.checkpoints.pull.hub_source", lambda _: source)
+
+    result = call("my/a--b", "Hi", "--url", free_url())
+
+    assert (result.exit_code, result.stdout) == (0, "Hello\n"), result.output
+    assert started[0].added == [("my/a--b", str(home / "my--a--b"))]
 
 
 def test_a_model_that_cannot_be_served(home: Path, started: list[Daemon]) -> None:
@@ -365,7 +499,8 @@ def program(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list
 
         def command(module: str, *arguments: str) -> tuple[str, ...]:
             commands.append((module, *arguments))
-            return (sys.executable, "-c", code, arguments[-1])
+            bind = tomllib.loads(Path(arguments[-1]).read_text())["api"]["bind"]
+            return (sys.executable, "-c", code, bind)
 
         monkeypatch.setattr(own_daemon, "module_command", command)
         return commands
@@ -393,8 +528,16 @@ def test_the_process_outlives_the_command(
     pid = int(said.rpartition("kill ")[2])
     try:
         assert os.getsid(pid) == pid
-        assert commands == [("appliance", "serve", str(home), "--bind", str(address))]
-        log = tmp_path / "state" / "appliance" / f"daemon-{address.port}.log"
+        state = tmp_path / "state" / "appliance"
+        file = state / f"daemon-{address.port}" / "appliance.toml"
+        assert commands == [("appliance", "serve", str(file))]
+        written = tomllib.loads(file.read_text())
+        assert written["api"] == {
+            "bind": str(address),
+            "admin_socket": str(state / f"daemon-{address.port}.sock"),
+        }
+        assert [model["path"] for model in written["model"]] == [str(home / "mine")]
+        log = state / f"daemon-{address.port}.log"
         assert said == (f"starting a daemon at {url}; its log is {log}; stop it with: kill {pid}\n")
         assert log.read_text() == "it starts\n"
     finally:
@@ -402,15 +545,81 @@ def test_the_process_outlives_the_command(
         os.waitpid(pid, 0)
 
 
-def test_a_daemon_that_ends_at_once(program: Callable[[str], list[tuple[str, ...]]]) -> None:
-    """The end of its log says why."""
+def test_a_daemon_that_still_starts_gets_no_rival(
+    program: Callable[[str], list[tuple[str, ...]]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The command that started it was interrupted; the next one waits for it."""
+    go = tmp_path / "go"
+    commands = program(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(.01)" + READY
+    )
+    url = free_url()
+    address = own_address(url)
+    assert address is not None
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("appliance.cli.start.own_daemon.time.sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start_own_daemon(url, address)
+    pid = int(capsys.readouterr().err.rpartition("kill ")[2])
+    try:
+        monkeypatch.setattr("appliance.cli.start.own_daemon.time.sleep", lambda _: go.touch())
+        start_own_daemon(url, address)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    assert len(commands) == 1
+    assert f"another command started the daemon at {url}" in capsys.readouterr().err
+
+
+def test_a_daemon_that_ends_at_once(
+    program: Callable[[str], list[tuple[str, ...]]], tmp_path: Path
+) -> None:
+    """The end of its log says why. The log of the daemon before stays."""
     program(ENDS)
     url = free_url()
     address = own_address(url)
     assert address is not None
 
-    with pytest.raises(ApplianceError, match=r"ended with status 3:\nline one\nno room"):
+    for _ in range(2):
+        with pytest.raises(ApplianceError, match=r"ended with status 3:\nline one\nno room$"):
+            start_own_daemon(url, address)
+
+    log = tmp_path / "state" / "appliance" / f"daemon-{address.port}.log"
+    assert log.read_text() == "line one\nno room\n" * 2
+
+
+def test_operators_have_the_socket_of_the_daemon(home: Path) -> None:
+    """If it listens there; a daemon of others is asked at its address."""
+    url = "http://127.0.0.1:1234"
+    path = state_folder() / "daemon-1234.sock"
+    assert operators_url(url) == url
+    with open_socket(path):
+        assert operators_url(url) == f"unix:{path}"
+        assert operators_url("http://127.0.0.1:1235") == "http://127.0.0.1:1235"
+        assert operators_url("unix:/x.sock") == "unix:/x.sock"
+    assert operators_url(url) == url
+
+
+def test_a_socket_s_path_has_room(
+    program: Callable[[str], list[tuple[str, ...]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No daemon starts without the socket."""
+    commands = program(ENDS)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ("x" * 100)))
+    url = free_url()
+    address = own_address(url)
+    assert address is not None
+
+    with pytest.raises(ApplianceError, match=r"too long .* set \$XDG_STATE_HOME"):
         start_own_daemon(url, address)
+    assert commands == []
 
 
 # --- its folders ---------------------------------------------------------------------------------

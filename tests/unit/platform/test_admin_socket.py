@@ -266,7 +266,8 @@ def test_keys_that_cannot_be_read_are_no_start(tmp_path: Path) -> None:
 
 
 def test_commands_find_the_socket(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session's own first, then the system's; TCP where nobody listens on either."""
+    """The session's own first, then that of `run`'s daemon, then the system's; TCP where no process
+    listens on any."""
     system = path.parent.parent / "system"
     monkeypatch.setattr(admin_socket, "SYSTEM_DIRECTORY", str(system))
     assert running_socket() is None
@@ -279,6 +280,10 @@ def test_commands_find_the_socket(path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert default_url() == f"unix:{path}"
         assert path.is_socket()
         assert default_url() == f"unix:{system}/admin.sock"
+        monkeypatch.setenv("XDG_STATE_HOME", str(path.parent.parent))
+        own = path.parent.parent / "appliance" / "daemon-11500.sock"
+        with open_socket(own):
+            assert default_url() == f"unix:{own}"
 
 
 def test_commands_ask_over_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
