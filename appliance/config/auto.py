@@ -83,13 +83,16 @@ class Room(NamedTuple):
 
 
 def choose(
-    config: Config, entries: Sequence[CatalogEntry | None], room: Room, held: Config | None = None
+    config: Config,
+    entries: Sequence[CatalogEntry | None],
+    room: Room,
+    running: Config | None = None,
 ) -> Config:
     """The configuration with a value for each `auto`, and the reasons in `Config.chosen`. What
-    `auto` has chosen in `held` already stays. Models without an entry stay as they are."""
+    `auto` has chosen in `running` already stays. Models without an entry stay as they are."""
     pairs = zip(config.models, entries, strict=False)
     known = [(model, entry) for model, entry in pairs if entry is not None]
-    config = _with_gpu(_with_held(config, held), room.gpu_bytes)
+    config = _with_gpu(_with_running(config, running), room.gpu_bytes)
     config = _with_host(config, known, room)
     pinned = sum([_pinned(model, entry, config.devices) for model, entry in known])
     for model, entry in known:
@@ -143,13 +146,13 @@ def _put(config: Config, chosen: Chosen) -> Config:
     return replace(config, models=tuple(models))
 
 
-def _with_held(config: Config, held: Config | None) -> Config:
+def _with_running(config: Config, running: Config | None) -> Config:
     """Models whose checkpoint is another one are new."""
-    if held is None:
+    if running is None:
         return config
     paths = {model.name: model.path for model in config.models}
-    same = {model.name for model in held.models if paths.get(model.name) == model.path}
-    for chosen in held.chosen:
+    same = {model.name for model in running.models if paths.get(model.name) == model.path}
+    for chosen in running.chosen:
         if chosen.key[0] == "devices" or chosen.key[1] in same:
             config = _put(config, chosen)
     return config

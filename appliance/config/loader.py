@@ -47,14 +47,14 @@ def load_config(
     check_files: bool = True,
     pending: Mapping[Path, str] | None = None,
     now: bool = False,
-    held: Config | None = None,
+    running: Config | None = None,
 ) -> Config:
     """Read and check a configuration file with its drop-ins; relative paths are relative to it.
 
     Without `check_files` the checkpoints, and what depends on their sizes, are not looked at.
     `pending` are drop-ins to read as if they were written. `auto` is chosen for this machine as if
     no other programs ran, or, `now`, for the memory that is available; what `auto` has chosen in
-    `held`, the configuration of a running daemon, stays. Raises `ConfigError` with every problem
+    `running`, the configuration of a daemon, stays. Raises `ConfigError` with every problem
     found.
     """
     layers = read_layers(path, pending)
@@ -68,7 +68,7 @@ def load_config(
         entries = read_checkpoints(config, report) if check_files else []
         if not report.concerns("devices"):
             room = Room.on_this_machine(config, gpu_bytes, now=now)
-            config = choose(config, entries, room, held)
+            config = choose(config, entries, room, running)
         if check_files:
             check_named(config, entries, report)
     if report.problems:
