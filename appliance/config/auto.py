@@ -226,8 +226,10 @@ def _steps(config: Config, known: Sequence[Known], widest: int) -> list[_Step]:
     wishes = [_wish(model, entry, config.devices, widest) for model, entry in known]
     weights, kv = sum([one.weights for one in wishes]), [one.kv for one in wishes]
     floor = max([one.floor for one in wishes])
+    smallest_floor = max([one.smallest_floor for one in wishes])
     least_host = floor + sum([one.pinned for one in wishes])
     weights_host = floor + sum([one.weights * one.ranks for one in wishes])
+    smallest = max([one.weights + one.smallest for one in wishes])
     all_host = weights_host + sum([one.kv * one.copies for one in wishes])
     single = max([one.weights + one.request for one in wishes])
     alone = max([one.weights + one.kv for one in wishes])
@@ -238,15 +240,15 @@ def _steps(config: Config, known: Sequence[Known], widest: int) -> list[_Step]:
     places = max(0, pool - taken) * _ranks(config)
     long_host = max(roomy, all_host, weights_host - floor + places)
     few = f"{FEW_REQUESTS} requests of {SHORT_TOKENS:,} tokens"
-    first, turns = (
-        "room for one model at a time, with one request",
-        f"room for one model, with {few}",
-    )
+    one_at_a_time = "room for one model at a time, with one request"
+    first, turns = f"{one_at_a_time} of few tokens", f"room for one model, with {few}"
+    few_paused = "room for the KV cache of one paused request of few tokens"
     both, each = "room for all models at once", f"room for all models at once, each with {few}"
     paused, stored = "room for the KV cache of one paused request", "room for all weights"
     kept = f"room for all weights, and the KV cache of {few} of each model"
     return [
-        _Step(single, least_host, first, paused),
+        _Step(smallest, least_host - floor + smallest_floor, first, few_paused),
+        _Step(single, least_host, one_at_a_time, paused),
         _Step(alone, least_host, turns, paused),
         _Step(alone, weights_host, turns, stored),
         _Step(weights + max(kv), weights_host, both, stored),
@@ -256,18 +258,22 @@ def _steps(config: Config, known: Sequence[Known], widest: int) -> list[_Step]:
 
 
 class _Wish(NamedTuple):
-    """What a model has a use for, in slabs: of each rank, and (`floor`, `pinned`) on the host."""
+    """What a model has a use for, in slabs: of each rank, and, from `smallest_floor` on, on the
+    host."""
 
     ranks: int
     copies: int
     """Ranks of all instances that may serve it."""
     weights: int
+    smallest: int
+    """KV of one request of the shortest context that `auto` chooses."""
     request: int
     """KV of one request of its context."""
     kv: int
     """KV of `FEW_REQUESTS`, or of that one, if it is more."""
     longest: int
     """KV of one request of all that the model reads, up to `LONG_TOKENS`."""
+    smallest_floor: int
     floor: int
     pinned: int
 
@@ -280,6 +286,7 @@ def _wish(model: Model, entry: CatalogEntry, devices: Devices, widest: int) -> _
     sizes = [Memory(slab * number) for number in (1, max(1, widest))]
     pools = [msgspec.structs.replace(own, memory_bytes=size) for size in sizes]
     weights = least(entry, tokens, own).weights
+    fewest = model.max_context or min(entry.max_positions, CONTEXT_STEP)
     request = max([least(entry, tokens, pool).kv for pool in pools])
     short = max([least(entry, min(tokens, SHORT_TOKENS), pool).kv for pool in pools])
     most = model.max_context or min(entry.max_positions, LONG_TOKENS)
@@ -288,9 +295,11 @@ def _wish(model: Model, entry: CatalogEntry, devices: Devices, widest: int) -> _
         ranks=ranks,
         copies=ranks * own.instances,
         weights=weights,
+        smallest=max([least(entry, fewest, pool).kv for pool in pools]),
         request=request,
         kv=max(request, few * short),
         longest=max([least(entry, most, pool).kv for pool in pools]),
+        smallest_floor=kv_floor(msgspec.structs.replace(model, max_context=fewest), entry, devices),
         floor=kv_floor(msgspec.structs.replace(model, max_context=tokens), entry, devices),
         pinned=_pinned(model, entry, devices),
     )

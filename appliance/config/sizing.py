@@ -174,6 +174,7 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
                 f"slabs of {human(slab)}: "
                 f"more than devices.memory ({human(devices.memory_bytes)}) has{reserved}",
                 f"{remedy}smaller devices.slab{shorter}",
+                need.slabs * slab,
             )
         sized.append(entry)
         pinned += need.weights * ranks if model.pin else 0

@@ -126,11 +126,19 @@ def commented_text(starter: Starter, terms: Terms, file: str) -> str:
 
 
 def _refused(error: ConfigError) -> dict[int, Problem]:
-    """The first problem of each model that has one, by its place among the models."""
+    """The first problem of each model that is to be left out, by its place among the models. Of
+    those that have no room it is only the largest: without it, sizes are chosen anew, and the
+    others may have room."""
+    of_models = [
+        (int(match[1]), problem)
+        for problem in error.problems
+        if (match := _OF_MODEL.match(problem.key))
+    ]
+    others = [(row, problem) for row, problem in of_models if not problem.needed_bytes]
+    largest = sorted(of_models, key=lambda one: one[1].needed_bytes, reverse=True)[:1]
     found: dict[int, Problem] = {}
-    for problem in error.problems:
-        if match := _OF_MODEL.match(problem.key):
-            found.setdefault(int(match[1]), problem)
+    for row, problem in others or largest:
+        found.setdefault(row, problem)
     return found
 
 

@@ -110,7 +110,7 @@ def test_checks_accept_what_is_chosen(
     machine = MachineMemory(box.total, available)
     used = [entries[one.name] for one in config.models]
     sizes = [
-        least(one, min(box.max_context or 8192, one.max_positions), config.devices) for one in used
+        least(one, min(box.max_context or 256, one.max_positions), config.devices) for one in used
     ]
 
     refuse_now(config.devices, machine)
@@ -155,6 +155,20 @@ def test_a_small_machine_has_one_model_at_a_time(entries: dict[str, CatalogEntry
         least(large, tokens + 256, config.devices).slabs > config.devices.slabs
         or kv_floor(longer, large, config.devices) > slabs
     )
+
+
+def test_a_model_that_barely_fits_is_served(entries: dict[str, CatalogEntry]) -> None:
+    """With a context that has room, though not the usual one: memory is divided so that its
+    weights are there before all else."""
+    config = Config(devices=Devices(kind="cpu"), models=(model("llama-3.1-8b-instruct"),))
+    large = entries["llama-3.1-8b-instruct"]
+    smallest = 15 * GIB + 512 * MIB
+    config = choose(config, [large], Room(smallest))
+    usual = least(large, 8192, config.devices)
+
+    assert usual.slabs * config.devices.slab_bytes > smallest
+    assert problems(config, entries, MachineMemory(24 * GIB, 20 * GIB)) == []
+    assert 256 <= config.models[0].max_context < 8192
 
 
 def test_a_model_that_has_no_room_is_refused(entries: dict[str, CatalogEntry]) -> None:

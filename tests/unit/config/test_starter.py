@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.checkpoints.discovery.find import Found, FoundModel, NotFound, find_models
+from appliance.config.auto import Room
 from appliance.config.loader import load_config
+from appliance.config.schema import Config, Devices
 from appliance.config.starter import (
     BIND,
     Starter,
@@ -179,6 +181,25 @@ def test_a_model_that_is_too_large_is_left_out(tmp_path: Path, terms: Terms) -> 
     assert [one.name for one in made.config.models] == ["small"]
     (line,) = map(str, made.left_out)
     assert line.startswith(f"not served: {large}: large needs 64GiB for its weights")
+
+
+def test_a_large_model_takes_no_others_along(tmp_path: Path, terms: Terms) -> None:
+    """A model that fits alone is served, though memory was first divided for a larger one."""
+    models = tmp_path / "models"
+    models.mkdir()
+    cpu = Config(models=(), devices=Devices(kind="cpu"))
+    room = Room.on_this_machine(cpu, None, now=False).host_bytes
+    fitting = write_checkpoint(models / "fitting")
+    large = write_checkpoint(
+        models / "large", num_hidden_layers=512, num_key_value_heads=64, head_dim=128
+    )  # a long KV cache, so that the pools are small when memory is divided in proportion
+    sparse(fitting, room // 100 * 93)
+    sparse(large, room)
+
+    made = starter(tmp_path, terms, models)
+
+    assert [one.name for one in made.config.models] == ["fitting"]
+    assert [one.path for one in made.left_out] == [large]
 
 
 def sparse(checkpoint: Path, nbytes: int) -> None:
