@@ -63,7 +63,7 @@ class Room(NamedTuple):
     host_bytes: int
     """Of the machine's memory, without what processes take."""
     gpu_bytes: int | None = None
-    """Of the smallest GPU; None if models run on the CPU."""
+    """Of the smallest GPU, or of that with the least free; None if models run on the CPU."""
 
     @classmethod
     def of(cls, config: Config, available: int, front_ends: int, gpu_bytes: int | None) -> Room:
@@ -176,8 +176,8 @@ def _with_gpu(config: Config, gpu_bytes: int | None) -> Config:
         return config
     slab = config.devices.slab_bytes
     memory = int(GPU_SHARE * gpu_bytes) // slab * slab
-    reason = f"{GPU_SHARE:.0%} of the {human(gpu_bytes)} of a GPU"
-    config = _put(config, Chosen(("devices", "memory"), memory, reason))
+    reason = f"{GPU_SHARE:.0%} of the {human(gpu_bytes)} that a GPU has to give"
+    config = _put(config, Chosen(("devices", "memory"), max(2 * slab, memory), reason))
     runtime = min(MOST_RUNTIME_BYTES, int(RUNTIME_SHARE * gpu_bytes)) // slab * slab
     reason = f"{RUNTIME_SHARE:.0%} of a GPU, {human(MOST_RUNTIME_BYTES)} at most"
     return _put(config, Chosen(("devices", "runtime"), max(slab, runtime), reason))

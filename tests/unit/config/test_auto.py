@@ -182,6 +182,26 @@ def test_a_model_that_has_no_room_is_refused(entries: dict[str, CatalogEntry]) -
     assert "set devices.memory" not in found[0]
 
 
+def test_a_host_cache_that_is_too_small_is_the_problem_of_a_model(
+    entries: dict[str, CatalogEntry],
+) -> None:
+    """Of that with the longest KV cache: there is no key to make larger."""
+    names = ("qwen3-0.6b", "llama-3.1-8b-instruct")
+    models = tuple(map(model, names, (4096, 8192)))
+    config = Config(devices=Devices(kind="cuda"), models=models)
+    config = chosen(config, entries, GIB, 80 * GIB)
+
+    (found,) = problems(config, entries, MachineMemory(8 * GIB, GIB))
+
+    assert "model[1]: llama-3.1-8b-instruct needs host memory for the KV cache" in found
+    assert "more than devices.host_cache (0B) has; end what else uses memory, restart" in found
+    assert found.endswith(", or give it a shorter max_context")
+    written = msgspec.structs.replace(config, chosen=())
+    (found,) = problems(written, entries, MachineMemory(8 * GIB, GIB))
+    assert "devices.host_cache: 0B do not hold the KV cache of one request" in found
+    assert "; set it to " in found
+
+
 def test_sizes_on_gpus(entries: dict[str, CatalogEntry]) -> None:
     """A pool is a share of the GPU, of which some is for activations; batches are larger."""
     names = ("llama-3.1-8b-instruct", "qwen3-0.6b")
