@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from appliance.checkpoints.discovery.find import is_text
 from appliance.errors import ApplianceError
 
 
@@ -20,10 +21,12 @@ def state_folder() -> Path:
 
 def _base(variable: str, usual: str) -> Path:
     """A variable with a path that is not absolute counts for nothing."""
-    given = Path(os.environ.get(variable, ""))
-    if given.is_absolute():
-        return given
-    try:
-        return Path.home() / usual
-    except RuntimeError:
-        raise ApplianceError(f"this user has no home directory; set ${variable}") from None
+    folder = Path(os.environ.get(variable, ""))
+    if not folder.is_absolute():
+        try:
+            folder = Path.home() / usual
+        except RuntimeError:
+            raise ApplianceError(f"this user has no home directory; set ${variable}") from None
+    if not is_text(str(folder)):  # a configuration could not name it
+        raise ApplianceError(f"the path {str(folder)!a} is not UTF-8; set ${variable} to another")
+    return folder

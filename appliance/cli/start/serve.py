@@ -96,7 +96,7 @@ def serve(
     if named or bind:
         raise click.UsageError("--model and --bind are for directories; a FILE says both itself")
     file = file or default_config()
-    if not file.exists():
+    if not os.path.exists(file):  # noqa: PTH110
         click.echo("there is no configuration; without one: appliance serve DIR", err=True)
     _run(load_or_exit(file, now=True), file)
 
@@ -122,7 +122,7 @@ def init(
     """Write a configuration for this machine and the checkpoints in DIR (default: the working
     directory), with comments. It says what `appliance serve DIR` would do."""
     printed = str(output) == "-"
-    if output.exists() and not printed and not force:
+    if not printed and os.path.exists(output) and not force:  # noqa: PTH110
         fail(f"{output} is there already; replace it with --force, or give another --output", 2)
     with tempfile.TemporaryDirectory(prefix="appliance-init-") as scratch:
         places = directories or (() if named else (Path(),))
@@ -148,7 +148,7 @@ def _file(places: Sequence[Path], config: Path | None) -> Path | None:
         if places:
             raise click.UsageError("give FILE or --config FILE, not both, and no directory with it")
         return config
-    files = [place for place in places if place.suffix == _TOML or place.is_file()]
+    files = [place for place in places if place.suffix == _TOML or os.path.isfile(place)]  # noqa: PTH113
     if not files or files[0].suffix == ".gguf":
         return None
     if len(places) > 1:
@@ -207,7 +207,7 @@ def _starter(
 def _advice(places: Sequence[Path]) -> str:
     """What to do about a name that is a hub's model and no directory."""
     for place in places:
-        if HUB.fullmatch(str(place)) and not place.parent.exists():
+        if HUB.fullmatch(str(place)) and not os.path.exists(place.parent):  # noqa: PTH110
             return f"; for a model of a hub: appliance run {place}"
     return ""
 

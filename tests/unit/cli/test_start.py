@@ -113,6 +113,7 @@ def test_a_configuration_is_still_served(folder: Path, served: list[Served]) -> 
         (["nowhere.toml"], "nowhere.toml:1: (file): cannot be read"),
         (["models/a/config.json"], "models/a/config.json:1: "),
         (["q4.gguf"], "q4.gguf: GGUF is not supported; convert or pull safetensors"),
+        (["x" * 300], "cannot be read (File name too long); make it readable"),
         (["empty"], "there is no model that can be served"),
         (["models", "my.toml"], "give one FILE, or directories: my.toml is a file"),
         (["models", "--config", "my.toml"], "give FILE or --config FILE, not both"),
@@ -142,6 +143,18 @@ def test_what_cannot_be_served(
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
     assert served == []
+
+
+def test_a_home_that_is_no_text(
+    folder: Path, served: list[Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No configuration could name the folder for models that are pulled."""
+    monkeypatch.setenv("XDG_DATA_HOME", f"{folder}/\udcff")
+
+    result = call("serve", "models")
+
+    assert (result.exit_code, served) == (1, [])
+    assert "udcff' is not UTF-8; set $XDG_DATA_HOME to another" in result.stderr
 
 
 def test_init_writes_what_serve_would_run(folder: Path, served: list[Served]) -> None:
