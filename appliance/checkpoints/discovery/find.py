@@ -48,6 +48,8 @@ class Found(NamedTuple):
 
     models: tuple[FoundModel, ...]
     left_out: tuple[LeftOut, ...]
+    looked_in: tuple[Path, ...] = ()
+    """The directories, as they were given."""
 
 
 class NotFound(ApplianceError):
@@ -60,6 +62,7 @@ def find_models(directories: Iterable[Path], named: Mapping[str, Path] | None = 
     named is not served under its directory's name as well. Raises `NotFound`."""
     models = [FoundModel(name, _given(path)) for name, path in (named or {}).items()]
     left_out: list[LeftOut] = []
+    directories = tuple(directories)
     seen = {model.path.resolve() for model in models}
     for directory in directories:
         for found in _look_at(_directory(directory)):
@@ -71,7 +74,7 @@ def find_models(directories: Iterable[Path], named: Mapping[str, Path] | None = 
             else:
                 left_out.append(found)
     _refuse_clashes(models)
-    return Found(tuple(models), tuple(left_out))
+    return Found(tuple(models), tuple(left_out), directories)
 
 
 def _directory(path: Path) -> Path:

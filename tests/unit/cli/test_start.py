@@ -114,6 +114,7 @@ def test_a_configuration_is_still_served(folder: Path, served: list[Served]) -> 
         (["models/a/config.json"], "models/a/config.json:1: "),
         (["q4.gguf"], "q4.gguf: GGUF is not supported; convert or pull safetensors"),
         (["x" * 300], "cannot be read (File name too long); make it readable"),
+        (["empty"], "pull one with `appliance pull ORG/MODEL --dir empty --no-add`, or pull"),
         (["empty"], "there is no model that can be served"),
         (["models", "my.toml"], "give one FILE, or directories: my.toml is a file"),
         (["models", "--config", "my.toml"], "give FILE or --config FILE, not both"),

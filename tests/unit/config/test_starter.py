@@ -154,11 +154,15 @@ def test_the_cache_of_huggingface_hub_is_served(tmp_path: Path, terms: Terms) ->
 
 
 def test_nothing_to_serve(tmp_path: Path, terms: Terms) -> None:
-    """Is an error that has the lines of all that was left out."""
+    """Is an error that has the lines of all that was left out, or says what was looked for."""
     models = tmp_path / "models"
     models.mkdir()
-    with pytest.raises(NotFound, match=r"^there is no model that can be served$"):
+    with pytest.raises(NotFound) as nothing:
         starter(tmp_path, terms, models)
+    found, last = str(nothing.value).splitlines()
+    assert found.startswith(f"{models} has no checkpoint, a directory with config.json or ")
+    assert f"`appliance pull ORG/MODEL --dir {models} --no-add`" in found
+    assert last == "there is no model that can be served"
     spoil(write_checkpoint(models / "bad"), "gguf")
     (models / "more.gguf").touch()
 
@@ -262,7 +266,7 @@ def test_a_path_that_is_no_text_is_left_out(tmp_path: Path, terms: Terms) -> Non
 
     found = find_models([folder.parent])
 
-    assert found == Found((), found.left_out)
+    assert found == Found((), found.left_out, (folder.parent,))
     assert [str(one) for one in found.left_out] == [
         f"not served: {folder.parent}/m\\udcff: its path is not UTF-8; rename it"
     ]
