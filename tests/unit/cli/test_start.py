@@ -196,6 +196,38 @@ def test_init_replaces_nothing(folder: Path) -> None:
     assert "[devices]" in (folder / "appliance.toml").read_text()
 
 
+def test_init_replaces_a_file_as_a_whole(folder: Path) -> None:
+    """It is another file under the same name, with the same mode, also where a link leads."""
+    mine = folder / "mine.toml"
+    mine.write_text("mine")
+    mine.chmod(0o640)
+    (folder / "before").hardlink_to(mine)
+    (folder / "appliance.toml").symlink_to(mine)
+
+    assert call("init", "models", "--force").exit_code == 0
+
+    assert (folder / "before").read_text() == "mine"
+    assert "[devices]" in mine.read_text()
+    assert mine.stat().st_mode & 0o777 == 0o640
+    assert (folder / "appliance.toml").is_symlink()
+
+
+def test_init_replaces_nothing_that_came_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While checkpoints were read."""
+
+    def text(*_: object) -> str:
+        (folder / "appliance.toml").write_text("mine")
+        return "new"
+
+    monkeypatch.setattr("appliance.cli.start.serve.commented_text", text)
+    refused = call("init", "models")
+
+    assert (refused.exit_code, "is there already" in refused.stderr) == (2, True)
+    assert (folder / "appliance.toml").read_text() == "mine"
+
+
 def test_init_prints(folder: Path) -> None:
     """What it would write, and on standard error what is not served."""
     (folder / "models" / "x.gguf").touch()
