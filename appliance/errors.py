@@ -37,6 +37,8 @@ class Problem:
     key: str
     wrong: str
     remedy: str
+    needed_bytes: int = 0
+    """What a model needs that has no room, if that is what is wrong."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.key}: {self.wrong}; {self.remedy}"

@@ -15,11 +15,18 @@ def state_folder() -> Path:
 
 def base_folder(variable: str, usual: str) -> Path:
     """The folder that a variable names, else `usual` in the home directory. A variable with a path
-    that is not absolute counts for nothing. Raises `ApplianceError` without a home directory."""
-    given = Path(os.environ.get(variable, ""))
-    if given.is_absolute():
-        return given
+    that is not absolute counts for nothing. Raises `ApplianceError` without a home
+    directory, and for a path that is not UTF-8."""
+    folder = Path(os.environ.get(variable, ""))
+    if not folder.is_absolute():
+        try:
+            folder = Path.home() / usual
+        except RuntimeError:
+            raise ApplianceError(f"this user has no home directory; set ${variable}") from None
     try:
-        return Path.home() / usual
-    except RuntimeError:
-        raise ApplianceError(f"this user has no home directory; set ${variable}") from None
+        str(folder).encode()
+    except UnicodeEncodeError:  # a configuration could not name it
+        raise ApplianceError(
+            f"the path {str(folder)!a} is not UTF-8; set ${variable} to another"
+        ) from None
+    return folder

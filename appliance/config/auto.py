@@ -63,7 +63,7 @@ class Room(NamedTuple):
     host_bytes: int
     """Of the machine's memory, without what processes take."""
     gpu_bytes: int | None = None
-    """Of the smallest GPU; None if models run on the CPU."""
+    """Of the smallest GPU, or of that with the least free; None if models run on the CPU."""
 
     @classmethod
     def of(cls, config: Config, available: int, front_ends: int, gpu_bytes: int | None) -> Room:
@@ -83,13 +83,16 @@ class Room(NamedTuple):
 
 
 def choose(
-    config: Config, entries: Sequence[CatalogEntry | None], room: Room, held: Config | None = None
+    config: Config,
+    entries: Sequence[CatalogEntry | None],
+    room: Room,
+    running: Config | None = None,
 ) -> Config:
     """The configuration with a value for each `auto`, and the reasons in `Config.chosen`. What
-    `auto` has chosen in `held` already stays. Models without an entry stay as they are."""
+    `auto` has chosen in `running` already stays. Models without an entry stay as they are."""
     pairs = zip(config.models, entries, strict=False)
     known = [(model, entry) for model, entry in pairs if entry is not None]
-    config = _with_gpu(_with_held(config, held), room.gpu_bytes)
+    config = _with_gpu(_with_running(config, running), room.gpu_bytes)
     config = _with_host(config, known, room)
     pinned = sum([_pinned(model, entry, config.devices) for model, entry in known])
     for model, entry in known:
@@ -143,13 +146,13 @@ def _put(config: Config, chosen: Chosen) -> Config:
     return replace(config, models=tuple(models))
 
 
-def _with_held(config: Config, held: Config | None) -> Config:
+def _with_running(config: Config, running: Config | None) -> Config:
     """Models whose checkpoint is another one are new."""
-    if held is None:
+    if running is None:
         return config
     paths = {model.name: model.path for model in config.models}
-    same = {model.name for model in held.models if paths.get(model.name) == model.path}
-    for chosen in held.chosen:
+    same = {model.name for model in running.models if paths.get(model.name) == model.path}
+    for chosen in running.chosen:
         if chosen.key[0] == "devices" or chosen.key[1] in same:
             config = _put(config, chosen)
     return config
@@ -173,8 +176,8 @@ def _with_gpu(config: Config, gpu_bytes: int | None) -> Config:
         return config
     slab = config.devices.slab_bytes
     memory = int(GPU_SHARE * gpu_bytes) // slab * slab
-    reason = f"{GPU_SHARE:.0%} of the {human(gpu_bytes)} of a GPU"
-    config = _put(config, Chosen(("devices", "memory"), memory, reason))
+    reason = f"{GPU_SHARE:.0%} of the {human(gpu_bytes)} that a GPU has to give"
+    config = _put(config, Chosen(("devices", "memory"), max(2 * slab, memory), reason))
     runtime = min(MOST_RUNTIME_BYTES, int(RUNTIME_SHARE * gpu_bytes)) // slab * slab
     reason = f"{RUNTIME_SHARE:.0%} of a GPU, {human(MOST_RUNTIME_BYTES)} at most"
     return _put(config, Chosen(("devices", "runtime"), max(slab, runtime), reason))
@@ -223,8 +226,10 @@ def _steps(config: Config, known: Sequence[Known], widest: int) -> list[_Step]:
     wishes = [_wish(model, entry, config.devices, widest) for model, entry in known]
     weights, kv = sum([one.weights for one in wishes]), [one.kv for one in wishes]
     floor = max([one.floor for one in wishes])
+    smallest_floor = max([one.smallest_floor for one in wishes])
     least_host = floor + sum([one.pinned for one in wishes])
     weights_host = floor + sum([one.weights * one.ranks for one in wishes])
+    smallest = max([one.weights + one.smallest for one in wishes])
     all_host = weights_host + sum([one.kv * one.copies for one in wishes])
     single = max([one.weights + one.request for one in wishes])
     alone = max([one.weights + one.kv for one in wishes])
@@ -235,15 +240,15 @@ def _steps(config: Config, known: Sequence[Known], widest: int) -> list[_Step]:
     places = max(0, pool - taken) * _ranks(config)
     long_host = max(roomy, all_host, weights_host - floor + places)
     few = f"{FEW_REQUESTS} requests of {SHORT_TOKENS:,} tokens"
-    first, turns = (
-        "room for one model at a time, with one request",
-        f"room for one model, with {few}",
-    )
+    one_at_a_time = "room for one model at a time, with one request"
+    first, turns = f"{one_at_a_time} of few tokens", f"room for one model, with {few}"
+    few_paused = "room for the KV cache of one paused request of few tokens"
     both, each = "room for all models at once", f"room for all models at once, each with {few}"
     paused, stored = "room for the KV cache of one paused request", "room for all weights"
     kept = f"room for all weights, and the KV cache of {few} of each model"
     return [
-        _Step(single, least_host, first, paused),
+        _Step(smallest, least_host - floor + smallest_floor, first, few_paused),
+        _Step(single, least_host, one_at_a_time, paused),
         _Step(alone, least_host, turns, paused),
         _Step(alone, weights_host, turns, stored),
         _Step(weights + max(kv), weights_host, both, stored),
@@ -253,18 +258,22 @@ def _steps(config: Config, known: Sequence[Known], widest: int) -> list[_Step]:
 
 
 class _Wish(NamedTuple):
-    """What a model has a use for, in slabs: of each rank, and (`floor`, `pinned`) on the host."""
+    """What a model has a use for, in slabs: of each rank, and, from `smallest_floor` on, on the
+    host."""
 
     ranks: int
     copies: int
     """Ranks of all instances that may serve it."""
     weights: int
+    smallest: int
+    """KV of one request of the shortest context that `auto` chooses."""
     request: int
     """KV of one request of its context."""
     kv: int
     """KV of `FEW_REQUESTS`, or of that one, if it is more."""
     longest: int
     """KV of one request of all that the model reads, up to `LONG_TOKENS`."""
+    smallest_floor: int
     floor: int
     pinned: int
 
@@ -277,6 +286,7 @@ def _wish(model: Model, entry: CatalogEntry, devices: Devices, widest: int) -> _
     sizes = [Memory(slab * number) for number in (1, max(1, widest))]
     pools = [msgspec.structs.replace(own, memory_bytes=size) for size in sizes]
     weights = least(entry, tokens, own).weights
+    fewest = model.max_context or min(entry.max_positions, CONTEXT_STEP)
     request = max([least(entry, tokens, pool).kv for pool in pools])
     short = max([least(entry, min(tokens, SHORT_TOKENS), pool).kv for pool in pools])
     most = model.max_context or min(entry.max_positions, LONG_TOKENS)
@@ -285,9 +295,11 @@ def _wish(model: Model, entry: CatalogEntry, devices: Devices, widest: int) -> _
         ranks=ranks,
         copies=ranks * own.instances,
         weights=weights,
+        smallest=max([least(entry, fewest, pool).kv for pool in pools]),
         request=request,
         kv=max(request, few * short),
         longest=max([least(entry, most, pool).kv for pool in pools]),
+        smallest_floor=kv_floor(msgspec.structs.replace(model, max_context=fewest), entry, devices),
         floor=kv_floor(msgspec.structs.replace(model, max_context=tokens), entry, devices),
         pinned=_pinned(model, entry, devices),
     )

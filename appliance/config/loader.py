@@ -47,14 +47,14 @@ def load_config(
     check_files: bool = True,
     pending: Mapping[Path, str] | None = None,
     now: bool = False,
-    held: Config | None = None,
+    running: Config | None = None,
 ) -> Config:
     """Read and check a configuration file with its drop-ins; relative paths are relative to it.
 
     Without `check_files` the checkpoints, and what depends on their sizes, are not looked at.
     `pending` are drop-ins to read as if they were written. `auto` is chosen for this machine as if
     no other programs ran, or, `now`, for the memory that is available; what `auto` has chosen in
-    `held`, the configuration of a running daemon, stays. Raises `ConfigError` with every problem
+    `running`, the configuration of a daemon, stays. Raises `ConfigError` with every problem
     found.
     """
     layers = read_layers(path, pending)
@@ -63,12 +63,12 @@ def load_config(
     if config is not None:
         config = _with_enabled_models(config, report)
         config = _with_absolute_paths(config, path.absolute().parent)
-        config, gpu_bytes = _with_devices(config, report)
+        config, gpu_bytes = _with_devices(config, report, now=now)
         check_keys(config, report)
         entries = read_checkpoints(config, report) if check_files else []
         if not report.concerns("devices"):
             room = Room.on_this_machine(config, gpu_bytes, now=now)
-            config = choose(config, entries, room, held)
+            config = choose(config, entries, room, running)
         if check_files:
             check_named(config, entries, report)
     if report.problems:
@@ -224,12 +224,12 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     )
 
 
-def _with_devices(config: Config, report: ProblemReport) -> tuple[Config, int | None]:
-    """What `kind` and shares mean on this machine, and the bytes of its smallest GPU in use; None
-    if models run on the CPU."""
+def _with_devices(config: Config, report: ProblemReport, *, now: bool) -> tuple[Config, int | None]:
+    """What `kind` and shares mean on this machine, and the bytes of its smallest GPU in use, or
+    `now` of that with the least free memory; None if models run on the CPU."""
     devices = config.devices
     gpus: list[Gpu] = []
-    least = None
+    to_divide = None
     if devices.kind != "cpu":
         try:
             gpus = list_gpus()
@@ -259,7 +259,8 @@ def _with_devices(config: Config, report: ProblemReport) -> tuple[Config, int | 
                 'use a share, such as "90%"',
             )
         devices = msgspec.structs.replace(devices, memory_bytes=memory)
-    return msgspec.structs.replace(config, devices=devices), least
+        to_divide = min(gpu.free_bytes for gpu in used) if now else least
+    return msgspec.structs.replace(config, devices=devices), to_divide
 
 
 def _too_many(devices: Devices, instances: int, ranks: int, gpus: int) -> tuple[KeyPath, str, str]:

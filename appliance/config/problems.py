@@ -18,11 +18,11 @@ class ProblemReport:
         self.rows: list[int] | None = None
         """Which rows of the file the models are, once some of them are left out."""
 
-    def at(self, key: KeyPath, wrong: str, remedy: str) -> Problem:
+    def at(self, key: KeyPath, wrong: str, remedy: str, needed_bytes: int = 0) -> Problem:
         """The problem with a key, where the file has it."""
         key = self._in_files(key)
         path, line = self.layers.place(key)
-        return Problem(str(path), line, dotted(key) or "(file)", wrong, remedy)
+        return Problem(str(path), line, dotted(key) or "(file)", wrong, remedy, needed_bytes)
 
     def written(self, key: KeyPath) -> Any:
         """What the files say for a key that they have."""
@@ -40,6 +40,6 @@ class ProblemReport:
         """Whether there is a problem with a key of this table."""
         return any(problem.key.startswith(f"{table}.") for problem in self.problems)
 
-    def add(self, key: KeyPath, wrong: str, remedy: str) -> None:
+    def add(self, key: KeyPath, wrong: str, remedy: str, needed_bytes: int = 0) -> None:
         """What is wrong with a key of `Config`, and what to do about it."""
-        self.problems.append(self.at(key, wrong, remedy))
+        self.problems.append(self.at(key, wrong, remedy, needed_bytes))

@@ -150,7 +150,9 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
     devices, slab = config.devices, config.devices.slab_bytes
     if report.concerns("devices"):
         return  # sizes mean nothing yet
-    pinned, sized = 0, []
+    pinned = 0
+    floors: dict[int, int] = {}
+    """Of each model, by its place."""
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
         if entry is None or model.max_context > entry.max_positions:  # a problem of its own
             continue
@@ -163,10 +165,7 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
             shorter = f", or max_context to {need.tokens} or less" if helps else ""
             remedy = f"set devices.memory to {_enough(entry, model.max_context, own)} or more, a "
             if config.is_chosen("devices", "memory"):
-                remedy = (
-                    "end what else uses memory, restart a daemon that runs (auto chooses anew), "
-                    "or a "
-                )
+                remedy = f"{_FREE_MEMORY}, or a "
             report.add(
                 ("model", index),
                 f"{model.name} needs {human(need.weights * slab)} for its weights and "
@@ -174,19 +173,34 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
                 f"slabs of {human(slab)}: "
                 f"more than devices.memory ({human(devices.memory_bytes)}) has{reserved}",
                 f"{remedy}smaller devices.slab{shorter}",
+                need.slabs * slab,
             )
-        sized.append(entry)
         pinned += need.weights * ranks if model.pin else 0
-    longest = kv_floor_slabs(config, sized)
+        floors[index] = kv_floor(model, entry, devices)
+    longest = max(floors.values(), default=0)
     needed = (pinned + longest) * slab
     if needed > devices.host_cache_bytes:
         held = f"the weights of pinned models ({human(pinned * slab)}) and " if pinned else ""
+        held += f"the KV cache of one request ({human(longest * slab)})"
+        has, fewer = human(devices.host_cache_bytes), ", or pin fewer models" if pinned else ""
+        if not config.is_chosen("devices", "host_cache"):
+            wrong, remedy = f"{has} do not hold {held}", f"set it to {no_less(needed)} or more"
+            report.add(("devices", "host_cache"), wrong, remedy + fewer)
+            return
+        index = max(floors, key=lambda index: floors[index])
+        name = config.models[index].name
+        if not config.is_chosen("model", name, "max_context"):
+            fewer += ", or give it a shorter max_context"
         report.add(
-            ("devices", "host_cache"),
-            f"{human(devices.host_cache_bytes)} do not hold {held}the KV cache of one request "
-            f"({human(longest * slab)})",
-            f"set it to {no_less(needed)} or more" + (", or pin fewer models" if pinned else ""),
+            ("model", index),
+            f"{name} needs host memory for {held}: more than devices.host_cache ({has}) has",
+            f"{_FREE_MEMORY}{fewer}",
+            needed,
         )
+
+
+_FREE_MEMORY: Final = "end what else uses memory, restart a daemon that runs (auto chooses anew)"
+"""What helps where `auto` has chosen a size that is too small."""
 
 
 def _enough(entry: CatalogEntry, max_context: int, devices: Devices) -> str:

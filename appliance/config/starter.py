@@ -15,7 +15,13 @@ from typing import Final, NamedTuple
 import tomlkit
 
 from appliance.checkpoints.checkpoint import CatalogEntry
-from appliance.checkpoints.discovery.find import Found, FoundModel, LeftOut, NotFound
+from appliance.checkpoints.discovery.find import (
+    LEVELS,
+    Found,
+    FoundModel,
+    LeftOut,
+    NotFound,
+)
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.config.sizing import read_model
@@ -49,8 +55,8 @@ class Starter(NamedTuple):
 class NothingToServe(NotFound):
     """None of the models that were found can be served."""
 
-    def __init__(self, left_out: Sequence[LeftOut]) -> None:
-        lines = map(str, left_out)
+    def __init__(self, left_out: Sequence[LeftOut], looked_in: Sequence[Path] = ()) -> None:
+        lines = [str(one) for one in left_out] or list(map(_without_models, looked_in))
         super().__init__("\n".join([*lines, "there is no model that can be served"]))
         self.left_out = tuple(left_out)
 
@@ -74,7 +80,16 @@ def write_starter(file: Path, found: Found, terms: Terms, *, now: bool = False) 
                 for row, problem in sorted(refused.items())
             ]
             models = tuple(model for row, model in enumerate(models) if row not in refused)
-    raise NothingToServe(left_out)
+    raise NothingToServe(left_out, found.looked_in)
+
+
+def _without_models(directory: Path) -> str:
+    word = _quoted_word(str(directory))
+    return (
+        f"{word} has no checkpoint, a directory with config.json or *.safetensors, there or up to "
+        f"{LEVELS} levels below; pull one with `appliance pull ORG/MODEL --dir {word} --no-add`, "
+        "or pull one and chat with it: appliance run ORG/MODEL"
+    )
 
 
 def starter_text(models: Sequence[FoundModel], terms: Terms) -> str:
@@ -128,11 +143,19 @@ def commented_text(starter: Starter, terms: Terms, file: str) -> str:
 
 
 def _refused(error: ConfigError) -> dict[int, Problem]:
-    """The first problem of each model that has one, by its place among the models."""
+    """The first problem of each model that is to be left out, by its place among the models. Of
+    those that have no room it is only the largest: without it, sizes are chosen anew, and the
+    others may have room."""
+    of_models = [
+        (int(match[1]), problem)
+        for problem in error.problems
+        if (match := _OF_MODEL.match(problem.key))
+    ]
+    others = [(row, problem) for row, problem in of_models if not problem.needed_bytes]
+    largest = sorted(of_models, key=lambda one: one[1].needed_bytes, reverse=True)[:1]
     found: dict[int, Problem] = {}
-    for problem in error.problems:
-        if match := _OF_MODEL.match(problem.key):
-            found.setdefault(int(match[1]), problem)
+    for row, problem in others or largest:
+        found.setdefault(row, problem)
     return found
 
 

@@ -413,7 +413,9 @@ class LiveConfig:
         """The configuration, as if the edit were written. Reading checkpoints takes time: a thread
         does that."""
         pending = None if edit is None else {self._admin.path: edit.text()}
-        return await asyncio.to_thread(load_config, self._path, pending=pending, held=self._running)
+        return await asyncio.to_thread(
+            load_config, self._path, pending=pending, running=self._running
+        )
 
     async def _write(self, edit: AdminEdit) -> None:
         await asyncio.to_thread(self._admin.write, edit.text())

@@ -14,11 +14,13 @@ PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
 class Gpu(NamedTuple):
-    """One GPU. `number` is NVML's, in the order of the bus; `memory_bytes` is all that it has."""
+    """One GPU. `number` is NVML's, in the order of the bus; `memory_bytes` is all that it has,
+    `free_bytes` what no program uses."""
 
     number: int
     name: str
     memory_bytes: int
+    free_bytes: int
 
 
 class Link(NamedTuple):
@@ -72,7 +74,8 @@ def list_gpus() -> list[Gpu]:
         for number in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            found.append(Gpu(number, _text(nvml.nvmlDeviceGetName(handle)), int(memory.total)))
+            name = _text(nvml.nvmlDeviceGetName(handle))
+            found.append(Gpu(number, name, int(memory.total), int(memory.free)))
         return found
 
 

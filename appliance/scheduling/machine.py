@@ -477,17 +477,8 @@ class Machine:
         if not requests:
             return
         targets = [request.spec.slo.tbt_seconds for request in alive]
-        instance.last_turn = TurnView(
-            model=event.model,
-            requests=requests,
-            limit=job.limit,
-            left_out=job.left_out,
-            steps=steps,
-            tokens=job.tokens,
-            seconds=event.seconds,
-            tbt_seconds=min(targets, default=self.models[event.model].slo.tbt_seconds),
-            number=job.turn,
-        )
+        tbt_seconds = min(targets, default=self.models[event.model].slo.tbt_seconds)
+        instance.last_turn = _turn_view(job, event, steps, tbt_seconds)
 
     def _close_job(
         self, instance: InstanceState, event: PrefillDone | PrefillDeferred | TurnEnded
@@ -543,3 +534,17 @@ class Machine:
         self._lifecycle.added(event)
         self._router.plan()
         return True
+
+
+def _turn_view(job: TurnJob, event: TurnEnded, steps: int, tbt_seconds: float) -> TurnView:
+    return TurnView(
+        model=event.model,
+        requests=len(job.requests),
+        limit=job.limit,
+        left_out=job.left_out,
+        steps=steps,
+        tokens=job.tokens,
+        seconds=event.seconds,
+        tbt_seconds=tbt_seconds,
+        number=job.turn,
+    )

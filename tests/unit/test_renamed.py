@@ -22,7 +22,7 @@ RENAMED = {
     "appliance.*patience_seconds": "max_lateness_seconds",
     r"model_(leaving|wanted|dismissed)": "model_removing, …_load_requested, …_evict_requested",
     r"Model(Wanted|Dismissed)|Reader(Stalled|WentOn)": "ModelLoadRequested, ClientResumed, …",
-    r'= "held"|`held`': "paused",
+    r'PAUSED = "held"|phase[`": =]+held\b': "paused",
     r'state[`": ]+"?stored\b': "cold",
     r"\broster\b": "membership_version",
     r"phase[`\": =]+ready\b": "preempted",

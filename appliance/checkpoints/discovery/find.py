@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -47,6 +48,8 @@ class Found(NamedTuple):
 
     models: tuple[FoundModel, ...]
     left_out: tuple[LeftOut, ...]
+    looked_in: tuple[Path, ...] = ()
+    """The directories, as they were given."""
 
 
 class NotFound(ApplianceError):
@@ -59,6 +62,7 @@ def find_models(directories: Iterable[Path], named: Mapping[str, Path] | None = 
     named is not served under its directory's name as well. Raises `NotFound`."""
     models = [FoundModel(name, _given(path)) for name, path in (named or {}).items()]
     left_out: list[LeftOut] = []
+    directories = tuple(directories)
     seen = {model.path.resolve() for model in models}
     for directory in directories:
         for found in _look_at(_directory(directory)):
@@ -70,30 +74,42 @@ def find_models(directories: Iterable[Path], named: Mapping[str, Path] | None = 
             else:
                 left_out.append(found)
     _refuse_clashes(models)
-    return Found(tuple(models), tuple(left_out))
+    return Found(tuple(models), tuple(left_out), directories)
 
 
 def _directory(path: Path) -> Path:
     """As an absolute path; links in it stay, as they may be names. Raises `NotFound`."""
-    directory = Path(os.path.abspath(path.expanduser()))  # noqa: PTH100
-    if directory.suffix == ".gguf" and directory.is_file():
-        raise NotFound(f"{path}: {GGUF}; convert or pull safetensors")
-    if not directory.is_dir():
-        raise NotFound(f"{path} is not a directory; give a directory with checkpoints in it")
+    directory = Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100, PTH111
+    with _readable(directory):
+        if directory.suffix == ".gguf" and directory.is_file():
+            raise NotFound(f"{path}: {GGUF}; convert or pull safetensors")
+        if not directory.is_dir():
+            raise NotFound(f"{path} is not a directory; give a directory with checkpoints in it")
     return directory
 
 
 def _given(path: Path) -> Path:
     """The checkpoint in a directory that has a name of its own."""
     directory = _directory(path)
-    return _snapshot(directory) or directory
+    if not is_text(str(directory)):
+        raise NotFound(f"{_shown(directory)}: {_NO_TEXT}; {_RENAME}")
+    with _readable(directory):
+        return _snapshot(directory) or directory
 
 
 def _look_at(directory: Path) -> Iterator[FoundModel | LeftOut]:
-    try:
+    with _readable(directory):
         yield from _checkpoints(directory, "", LEVELS)
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """Raises `NotFound` for a directory that was given and cannot be read."""
+    try:
+        yield
     except OSError as error:
-        raise NotFound(f"{directory} cannot be read ({error.strerror}); make it readable") from None
+        wrong = f"{_shown(directory)} cannot be read ({error.strerror})"
+        raise NotFound(f"{wrong}; make it readable") from None
 
 
 def _checkpoints(folder: Path, below: str, levels: int) -> Iterator[FoundModel | LeftOut]:
@@ -102,7 +118,7 @@ def _checkpoints(folder: Path, below: str, levels: int) -> Iterator[FoundModel |
     if (snapshot := _snapshot(folder)) is not None:
         yield _called(snapshot, below)
         return
-    files = {file.name: file.suffix for file in folder.iterdir() if file.is_file()}
+    files = {file.name: file.suffix for file in folder.iterdir() if _is_file(file)}
     if ADAPTER_CONFIG in files and CONFIG not in files:
         yield LeftOut(
             folder,
@@ -124,17 +140,18 @@ def _children(folder: Path, levels: int) -> Iterator[FoundModel | LeftOut]:
     """Of the directories in `folder`, which is no checkpoint."""
     below = "" if levels == LEVELS else folder.name
     for child in sorted(folder.iterdir()):
-        if child.name.startswith(".") or not child.is_dir():
+        if child.name.startswith("."):
             continue
         try:
-            yield from _checkpoints(child, below, levels - 1)
+            if child.is_dir():
+                yield from _checkpoints(child, below, levels - 1)
         except OSError as error:
             yield LeftOut(child, f"cannot be read ({error.strerror})", "make it readable")
 
 
 def _called(folder: Path, below: str) -> FoundModel | LeftOut:
-    if not _is_text(str(folder)):
-        return LeftOut(folder, "its path is not UTF-8", "rename it")
+    if not is_text(str(folder)):
+        return LeftOut(folder, _NO_TEXT, _RENAME)
     if name := name_of(folder, below):
         return FoundModel(name, folder)
     return LeftOut(
@@ -142,7 +159,22 @@ def _called(folder: Path, below: str) -> FoundModel | LeftOut:
     )
 
 
-def _is_text(path: str) -> bool:
+def _is_file(path: Path) -> bool:
+    """Whether it is a file, or leads to one. A link that leads to where nothing can be read is
+    none."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+_NO_TEXT: Final = "its path is not UTF-8"
+_RENAME: Final = "rename it"
+
+
+def _shown(path: Path) -> str:
+    """As text, whatever bytes are in it."""
+    return str(path).encode(errors="backslashreplace").decode()
+
+
+def is_text(path: str) -> bool:
     """Whether a configuration, which is UTF-8, can name the path."""
     try:
         path.encode()

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import click
 
@@ -24,6 +26,7 @@ from appliance.client import fail
 from appliance.config.schema import Config
 from appliance.config.starter import BIND, Starter, Terms, commented_text, write_starter
 from appliance.errors import ApplianceError, ConfigError
+from appliance.platform.durable import replace
 from appliance.units import Address
 
 FILE_NAME: Final = "appliance.toml"
@@ -96,7 +99,7 @@ def serve(
     if named or bind:
         raise click.UsageError("--model and --bind are for directories; a FILE says both itself")
     file = file or default_config()
-    if not file.exists():
+    if not os.path.exists(file):  # noqa: PTH110
         click.echo("there is no configuration; without one: appliance serve DIR", err=True)
     _run(load_or_exit(file, now=True), file)
 
@@ -122,9 +125,9 @@ def init(
     """Write a configuration for this machine and the checkpoints in DIR (default: the working
     directory), with comments. It says what `appliance serve DIR` would do."""
     printed = str(output) == "-"
-    if output.exists() and not printed and not force:
-        fail(f"{output} is there already; replace it with --force, or give another --output", 2)
-    with tempfile.TemporaryDirectory(prefix="appliance-init-") as scratch:
+    if not printed and os.path.exists(output) and not force:  # noqa: PTH110
+        _is_there(output)
+    with _scratch("appliance-init-") as scratch:
         places = directories or (() if named else (Path(),))
         terms = _terms(bind or BIND)
         starter = _starter(Path(scratch, FILE_NAME), places, named, terms)
@@ -135,11 +138,27 @@ def init(
         click.echo(text, nl=False)
         return
     try:
-        output.write_text(text, encoding="utf-8")
+        _write(output, text, force=force)
+    except FileExistsError:
+        _is_there(output)
     except OSError as error:
         fail(f"{output} cannot be written ({error.strerror})")
     names = ", ".join(model.name for model in starter.models)
     click.echo(f"{output} has {names}; run it with: appliance serve {output}")
+
+
+def _is_there(output: Path) -> NoReturn:
+    fail(f"{output} is there already; replace it with --force, or give another --output", 2)
+
+
+def _write(output: Path, text: str, *, force: bool) -> None:
+    """A file that is there is replaced as a whole, or not at all. Raises `OSError`."""
+    if force and output.is_file():
+        mode = stat.S_IMODE(output.stat().st_mode)
+        replace(output.resolve(), [text.encode()], lambda file: os.fchmod(file, mode))
+        return
+    with output.open("w" if force else "x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _file(places: Sequence[Path], config: Path | None) -> Path | None:
@@ -148,7 +167,7 @@ def _file(places: Sequence[Path], config: Path | None) -> Path | None:
         if places:
             raise click.UsageError("give FILE or --config FILE, not both, and no directory with it")
         return config
-    files = [place for place in places if place.suffix == _TOML or place.is_file()]
+    files = [place for place in places if place.suffix == _TOML or os.path.isfile(place)]  # noqa: PTH113
     if not files or files[0].suffix == ".gguf":
         return None
     if len(places) > 1:
@@ -159,11 +178,38 @@ def _file(places: Sequence[Path], config: Path | None) -> Path | None:
 def _serve_directories(places: Sequence[Path], named: Mapping[str, Path], bind: Address) -> None:
     """Ends the command when the daemon ends. The configuration is in a folder of its own until
     then, with what operators change."""
-    with tempfile.TemporaryDirectory(prefix="appliance-serve-") as scratch, _kept(scratch):
+    with _scratch("appliance-serve-") as scratch, _kept(scratch):
         file = Path(scratch, FILE_NAME)
         starter = _starter(file, places, named, _terms(bind), now=True)
         notes = [str(one) for one in starter.left_out]
         _run(starter.config, file, notes)
+
+
+@contextmanager
+def _scratch(prefix: str) -> Iterator[str]:
+    """A folder of temporary files. It is deleted also when a signal ends the process, until the
+    daemon has handlers of its own."""
+    owner = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        ending = [one for one in _ENDING if signal.getsignal(one) is signal.SIG_DFL]
+        for number in ending:
+            signal.signal(number, end)
+        try:
+            yield folder
+        finally:
+            for number in ending:
+                if signal.getsignal(number) is end:
+                    signal.signal(number, signal.SIG_DFL)
+
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -207,7 +253,7 @@ def _starter(
 def _advice(places: Sequence[Path]) -> str:
     """What to do about a name that is a hub's model and no directory."""
     for place in places:
-        if HUB.fullmatch(str(place)) and not place.parent.exists():
+        if HUB.fullmatch(str(place)) and not os.path.exists(place.parent):  # noqa: PTH110
             return f"; for a model of a hub: appliance run {place}"
     return ""
 

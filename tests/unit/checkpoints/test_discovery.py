@@ -107,6 +107,42 @@ def test_what_was_pulled_has_the_name_that_it_was_pulled_by(tmp_path: Path) -> N
     assert found == (pulled.name, pulled.path)
 
 
+UNREADABLE: Final = "x" * 300
+"""No file system has such a name: looking there fails, for any user."""
+
+
+def test_what_cannot_be_read_hides_no_others(tmp_path: Path) -> None:
+    """A link that leads nowhere readable is left out if it may be a directory of models, and is
+    nothing in a checkpoint."""
+    root = make(tmp_path / "models", "good/config.json")
+    (root / "good" / "notes").symlink_to(UNREADABLE)
+    (root / "link").symlink_to(UNREADABLE)
+
+    found = find_models([root])
+
+    assert [one.name for one in found.models] == ["good"]
+    assert [str(one) for one in found.left_out] == [
+        f"not served: {root}/link: cannot be read (File name too long); make it readable"
+    ]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_directory_that_cannot_be_read(tmp_path: Path, named: bool) -> None:
+    """It was given: that is an error."""
+    place = tmp_path / UNREADABLE
+    with pytest.raises(NotFound, match=r"cannot be read \(File name too long\); make it"):
+        find_models([] if named else [place], {"m": place} if named else {})
+
+
+def test_a_named_directory_that_is_no_text(tmp_path: Path) -> None:
+    """A configuration could not name it."""
+    folder = Path(str(tmp_path) + "/m\udcff")
+    folder.mkdir()
+
+    with pytest.raises(NotFound, match=r"m\\udcff: its path is not UTF-8; rename it$"):
+        find_models([], {"m": folder})
+
+
 def test_what_is_to_be_deleted_is_not_found(tmp_path: Path) -> None:
     """`appliance rm` marked it, and the daemon ended before it was gone."""
     make(tmp_path, "a/config.json", "b/config.json")

@@ -38,7 +38,7 @@ from tests.unit.doubles.pretend_nvml import install
 GIB = 1 << 30
 ABLE = Abilities(maps_memory=True, shares_events=True)
 GPU = GpuFacts(
-    gpu=Gpu(0, "H800", 80 * GIB),
+    gpu=Gpu(0, "H800", 80 * GIB, 80 * GIB),
     bus="00000000:3B:00.0",
     capability=(9, 0),
     link=Link(5, 16),

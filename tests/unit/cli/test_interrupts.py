@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -53,6 +54,32 @@ def test_before_the_daemon_runs(
     )
 
     assert (ended.returncode, ended.stderr) == (-getattr(signal, name), "")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [*(("serve", name) for name in ("SIGINT", "SIGTERM", "SIGHUP")), ("init", "SIGTERM")],
+)
+def test_no_folder_is_left(
+    command: str, name: str, tmp_path: Path, fake_checkpoint: Callable[..., Path]
+) -> None:
+    """A configuration that is for one run only, in a folder of temporary files."""
+    (tmp_path / "temporary").mkdir()
+    fake_checkpoint()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    module = "appliance.serve" if command == "serve" else "pynvml"
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, module, name, command, str(tmp_path / "tiny")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+        env=environment,
+        cwd=tmp_path,
+    )
+
+    assert (ended.returncode, ended.stderr) == (-getattr(signal, name), "")
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 HANGING = """

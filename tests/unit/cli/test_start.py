@@ -113,6 +113,8 @@ def test_a_configuration_is_still_served(folder: Path, served: list[Served]) -> 
         (["nowhere.toml"], "nowhere.toml:1: (file): cannot be read"),
         (["models/a/config.json"], "models/a/config.json:1: "),
         (["q4.gguf"], "q4.gguf: GGUF is not supported; convert or pull safetensors"),
+        (["x" * 300], "cannot be read (File name too long); make it readable"),
+        (["empty"], "pull one with `appliance pull ORG/MODEL --dir empty --no-add`, or pull"),
         (["empty"], "there is no model that can be served"),
         (["models", "my.toml"], "give one FILE, or directories: my.toml is a file"),
         (["models", "--config", "my.toml"], "give FILE or --config FILE, not both"),
@@ -142,6 +144,18 @@ def test_what_cannot_be_served(
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
     assert served == []
+
+
+def test_a_home_that_is_no_text(
+    folder: Path, served: list[Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No configuration could name the folder for models that are pulled."""
+    monkeypatch.setenv("XDG_DATA_HOME", f"{folder}/\udcff")
+
+    result = call("serve", "models")
+
+    assert (result.exit_code, served) == (1, [])
+    assert "udcff' is not UTF-8; set $XDG_DATA_HOME to another" in result.stderr
 
 
 def test_init_writes_what_serve_would_run(folder: Path, served: list[Served]) -> None:
@@ -180,6 +194,38 @@ def test_init_replaces_nothing(folder: Path) -> None:
     assert (folder / "appliance.toml").read_text() == "mine"
     assert call("init", "models", "--force").exit_code == 0
     assert "[devices]" in (folder / "appliance.toml").read_text()
+
+
+def test_init_replaces_a_file_as_a_whole(folder: Path) -> None:
+    """It is another file under the same name, with the same mode, also where a link leads."""
+    mine = folder / "mine.toml"
+    mine.write_text("mine")
+    mine.chmod(0o640)
+    (folder / "before").hardlink_to(mine)
+    (folder / "appliance.toml").symlink_to(mine)
+
+    assert call("init", "models", "--force").exit_code == 0
+
+    assert (folder / "before").read_text() == "mine"
+    assert "[devices]" in mine.read_text()
+    assert mine.stat().st_mode & 0o777 == 0o640
+    assert (folder / "appliance.toml").is_symlink()
+
+
+def test_init_replaces_nothing_that_came_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While checkpoints were read."""
+
+    def text(*_: object) -> str:
+        (folder / "appliance.toml").write_text("mine")
+        return "new"
+
+    monkeypatch.setattr("appliance.cli.start.serve.commented_text", text)
+    refused = call("init", "models")
+
+    assert (refused.exit_code, "is there already" in refused.stderr) == (2, True)
+    assert (folder / "appliance.toml").read_text() == "mine"
 
 
 def test_init_prints(folder: Path) -> None:

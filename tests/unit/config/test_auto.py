@@ -110,7 +110,7 @@ def test_checks_accept_what_is_chosen(
     machine = MachineMemory(box.total, available)
     used = [entries[one.name] for one in config.models]
     sizes = [
-        least(one, min(box.max_context or 8192, one.max_positions), config.devices) for one in used
+        least(one, min(box.max_context or 256, one.max_positions), config.devices) for one in used
     ]
 
     refuse_now(config.devices, machine)
@@ -157,6 +157,20 @@ def test_a_small_machine_has_one_model_at_a_time(entries: dict[str, CatalogEntry
     )
 
 
+def test_a_model_that_barely_fits_is_served(entries: dict[str, CatalogEntry]) -> None:
+    """With a context that has room, though not the usual one: memory is divided so that its
+    weights are there before all else."""
+    config = Config(devices=Devices(kind="cpu"), models=(model("llama-3.1-8b-instruct"),))
+    large = entries["llama-3.1-8b-instruct"]
+    smallest = 15 * GIB + 512 * MIB
+    config = choose(config, [large], Room(smallest))
+    usual = least(large, 8192, config.devices)
+
+    assert usual.slabs * config.devices.slab_bytes > smallest
+    assert problems(config, entries, MachineMemory(24 * GIB, 20 * GIB)) == []
+    assert 256 <= config.models[0].max_context < 8192
+
+
 def test_a_model_that_has_no_room_is_refused(entries: dict[str, CatalogEntry]) -> None:
     """With what helps: there is no key to make larger."""
     config = Config(devices=Devices(kind="cpu"), models=(model("llama-3.1-8b-instruct"),))
@@ -166,6 +180,26 @@ def test_a_model_that_has_no_room_is_refused(entries: dict[str, CatalogEntry]) -
     assert "needs 15.0GiB for its weights" in found[0]
     assert "end what else uses memory, restart a daemon that runs" in found[0]
     assert "set devices.memory" not in found[0]
+
+
+def test_a_host_cache_that_is_too_small_is_the_problem_of_a_model(
+    entries: dict[str, CatalogEntry],
+) -> None:
+    """Of that with the longest KV cache: there is no key to make larger."""
+    names = ("qwen3-0.6b", "llama-3.1-8b-instruct")
+    models = tuple(map(model, names, (4096, 8192)))
+    config = Config(devices=Devices(kind="cuda"), models=models)
+    config = chosen(config, entries, GIB, 80 * GIB)
+
+    (found,) = problems(config, entries, MachineMemory(8 * GIB, GIB))
+
+    assert "model[1]: llama-3.1-8b-instruct needs host memory for the KV cache" in found
+    assert "more than devices.host_cache (0B) has; end what else uses memory, restart" in found
+    assert found.endswith(", or give it a shorter max_context")
+    written = msgspec.structs.replace(config, chosen=())
+    (found,) = problems(written, entries, MachineMemory(8 * GIB, GIB))
+    assert "devices.host_cache: 0B do not hold the KV cache of one request" in found
+    assert "; set it to " in found
 
 
 def test_sizes_on_gpus(entries: dict[str, CatalogEntry]) -> None:

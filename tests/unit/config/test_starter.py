@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.checkpoints.discovery.find import Found, FoundModel, NotFound, find_models
+from appliance.config.auto import Room
 from appliance.config.loader import load_config
+from appliance.config.schema import Config, Devices
 from appliance.config.starter import (
     BIND,
     Starter,
@@ -152,11 +154,15 @@ def test_the_cache_of_huggingface_hub_is_served(tmp_path: Path, terms: Terms) ->
 
 
 def test_nothing_to_serve(tmp_path: Path, terms: Terms) -> None:
-    """Is an error that has the lines of all that was left out."""
+    """Is an error that has the lines of all that was left out, or says what was looked for."""
     models = tmp_path / "models"
     models.mkdir()
-    with pytest.raises(NotFound, match=r"^there is no model that can be served$"):
+    with pytest.raises(NotFound) as nothing:
         starter(tmp_path, terms, models)
+    found, last = str(nothing.value).splitlines()
+    assert found.startswith(f"{models} has no checkpoint, a directory with config.json or ")
+    assert f"`appliance pull ORG/MODEL --dir {models} --no-add`" in found
+    assert last == "there is no model that can be served"
     spoil(write_checkpoint(models / "bad"), "gguf")
     (models / "more.gguf").touch()
 
@@ -179,6 +185,25 @@ def test_a_model_that_is_too_large_is_left_out(tmp_path: Path, terms: Terms) -> 
     assert [one.name for one in made.config.models] == ["small"]
     (line,) = map(str, made.left_out)
     assert line.startswith(f"not served: {large}: large needs 64GiB for its weights")
+
+
+def test_a_large_model_takes_no_others_along(tmp_path: Path, terms: Terms) -> None:
+    """A model that fits alone is served, though memory was first divided for a larger one."""
+    models = tmp_path / "models"
+    models.mkdir()
+    cpu = Config(models=(), devices=Devices(kind="cpu"))
+    room = Room.on_this_machine(cpu, None, now=False).host_bytes
+    fitting = write_checkpoint(models / "fitting")
+    large = write_checkpoint(
+        models / "large", num_hidden_layers=512, num_key_value_heads=64, head_dim=128
+    )  # a long KV cache, so that the pools are small when memory is divided in proportion
+    sparse(fitting, room // 100 * 93)
+    sparse(large, room)
+
+    made = starter(tmp_path, terms, models)
+
+    assert [one.name for one in made.config.models] == ["fitting"]
+    assert [one.path for one in made.left_out] == [large]
 
 
 def sparse(checkpoint: Path, nbytes: int) -> None:
@@ -241,7 +266,7 @@ def test_a_path_that_is_no_text_is_left_out(tmp_path: Path, terms: Terms) -> Non
 
     found = find_models([folder.parent])
 
-    assert found == Found((), found.left_out)
+    assert found == Found((), found.left_out, (folder.parent,))
     assert [str(one) for one in found.left_out] == [
         f"not served: {folder.parent}/m\\udcff: its path is not UTF-8; rename it"
     ]

@@ -78,7 +78,8 @@ class PretendNvml(ModuleType):
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
         self.reads.put(handle)
-        return SimpleNamespace(total=self.sizes[handle], used=self.sizes[handle] // 4)
+        size, used = self.sizes[handle], self.sizes[handle] // 4
+        return SimpleNamespace(total=size, used=used, free=size - used)
 
     def _sensor(self, name: str) -> None:
         if name in self.lacking:

@@ -48,13 +48,15 @@ def read(tmp_path: Path, fake_checkpoint: Callable[..., Path]) -> Callable[..., 
     """A configuration with these devices, as the daemon reads it."""
     fake_checkpoint()
 
-    def read(kind: str, memory: str = "90%", instances: int = 1, more: str = "") -> Config:
+    def read(
+        kind: str, memory: str = "90%", instances: int = 1, more: str = "", *, now: bool = False
+    ) -> Config:
         file = tmp_path / "appliance.toml"
         file.write_text(
             CONFIG.format(kind=kind, memory=memory, instances=instances, more=more),
             encoding="utf-8",
         )
-        return load_config(file)
+        return load_config(file, now=now)
 
     return read
 
@@ -63,7 +65,10 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Number, name and memory of each, and the library is closed again."""
     nvml = install(monkeypatch, [8 * GIB, 16 * GIB])
 
-    assert list_gpus() == [Gpu(0, "Pretend 0", 8 * GIB), Gpu(1, "Pretend 1", 16 * GIB)]
+    assert list_gpus() == [
+        Gpu(0, "Pretend 0", 8 * GIB, 6 * GIB),
+        Gpu(1, "Pretend 1", 16 * GIB, 12 * GIB),
+    ]
     assert driver_version() == "580.1"
     assert nvml.open == 0
 
@@ -80,7 +85,7 @@ def test_gpus_are_read_as_they_are_set_up(monkeypatch: pytest.MonkeyPatch, tmp_p
     first, second = read_gpus(tmp_path)
 
     assert first == GpuFacts(
-        gpu=Gpu(0, "Pretend 0", 8 * GIB),
+        gpu=Gpu(0, "Pretend 0", 8 * GIB, 6 * GIB),
         bus="00000000:3B:00.0",
         capability=(9, 0),
         link=Link(1, 16),
@@ -129,6 +134,18 @@ def test_a_share_is_of_the_smallest_gpu_in_use(
     assert devices.memory_bytes == 4 * GIB
     assert devices.runtime_slabs == GIB // (2 << 20)
     assert devices.slabs == 3 * GIB // (2 << 20)
+
+
+def test_auto_takes_of_a_gpu_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Config]
+) -> None:
+    """Of the GPU with the least of it, when a daemon starts; else a share of all that it has."""
+    install(monkeypatch, [16 * GIB, 8 * GIB])
+
+    idle, now = (read("cuda", "auto", 2, now=now).devices for now in (False, True))
+
+    assert idle.memory_bytes == int(0.9 * 8 * GIB) // (2 << 20) * (2 << 20)
+    assert now.memory_bytes == int(0.9 * 6 * GIB) // (2 << 20) * (2 << 20)
 
 
 def test_auto_is_the_cpu_where_there_are_no_gpus(

@@ -148,7 +148,7 @@ def test_a_group_is_near_its_own_gpus(
     devices = Devices(memory_bytes=Memory.read("1GiB"), kind="cuda", groups=groups)
     nodes_of = {0: 1, 1: 0, 2: None, 3: 0, 4: 1}
     facts = [
-        GpuFacts(Gpu(number, "H800", 1 << 30), "", (9, 0), None, None, None, (), node)
+        GpuFacts(Gpu(number, "H800", 1 << 30, 1 << 30), "", (9, 0), None, None, None, (), node)
         for number, node in nodes_of.items()
     ]
     monkeypatch.setattr("appliance.serve.read_gpus", lambda: facts)
