@@ -215,6 +215,8 @@ def digest(table: PaperTable, point: Point, policy: str) -> str:
     given = _given(chosen)
     box = chosen.hardware.box()
     given["gpu"] = _given(box.gpu)
+    if not chosen.hardware.data_sheet:
+        given["gpu"].pop("bf16_flops", None)  # only times from data sheets follow from it
     own = {profile.name for profile in chosen.profiles}
     used = {name for models in chosen.models for name in models.mix} - own
     given["profiles"] = {

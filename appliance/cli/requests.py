@@ -87,8 +87,9 @@ def _waits_for(reason: dict[str, Any] | None) -> str:
     """The code of a reason; of a hold, until when."""
     if reason is None:
         return ""
-    held = reason["code"] == WaitCode.HELD
-    return reason["message"].partition(" by the policy")[0] if held else reason["code"]
+    if reason["code"] == WaitCode.HELD:
+        return str(reason["message"]).partition(" by the policy")[0]
+    return str(reason["code"])
 
 
 def _path(request: str) -> str:

@@ -1,9 +1,9 @@
 """Homes: on which instances a model is kept whose weights take too long to come when it is asked.
 
 A model has as many homes as its share of the demand is instances, rounded up, but further ones
-only where its weights have room next to those of others, and KV has room then. The largest demands
-are placed first, each where the least demand for the memory left is (KVPR, Prism §6.2, with the
-share of an instance that a model needs to keep its SLO targets as its pressure).
+only where its weights have room next to those of others, and room is left for KV. The largest
+demands are placed first, each where the least demand for the memory left is (KVPR, Prism §6.2, with
+the share of an instance that a model needs to keep its SLO targets as its pressure).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an instance has to do for each of its models, and when: the ground of who runs next.
+"""What an instance has to do for each of its models, and until when.
 
 The figures of a model are kept as long as what they are made of is the same, and the time has not
 come at which they change by themselves: of the many models on an instance, one or two change
@@ -67,7 +67,7 @@ class ModelWork:
 
 
 class Condition(NamedTuple):
-    """What the figures of all models on an instance hang on."""
+    """What the figures of all models on an instance depend on."""
 
     behind: bool
     """Whether it has more to do than it can do in time."""
@@ -135,7 +135,7 @@ class Precedence:
 
 
 class Terms(NamedTuple):
-    """Of `Appliance`, what the figures hang on."""
+    """Parameters of `Appliance` that the figures depend on."""
 
     margin: float
     slack_target: float
