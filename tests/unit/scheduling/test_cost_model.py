@@ -62,6 +62,17 @@ def test_the_formulas() -> None:
     assert costs.prefill_seconds("b", 100) == FIRST_GUESS.prefill_seconds(100)
 
 
+def test_a_formula_that_was_given_stays_when_its_model_goes() -> None:
+    """It comes back under its name with the formula, and without what was observed."""
+    costs = cost_model(a=TIMES)
+    costs.observe_turn("a", 10, 1.0, 1, 0, 10)
+
+    costs.forget("a")
+    costs.add(spec("a"))
+
+    assert costs.step_seconds("a") == pytest.approx(0.0205)
+
+
 def test_the_formulas_bend() -> None:
     """Past the knee more is dearer, and every tile that has begun is paid for."""
     times = msgspec.structs.replace(
