@@ -12,11 +12,11 @@ time of day, the date and Unix time come from `LocalClock`.
 
 from __future__ import annotations
 
+import datetime as _datetime  # a name that `import *` does not give to policies
 import math
 from collections.abc import Sequence
-from datetime import datetime, time, timedelta, timezone
 from enum import StrEnum
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from appliance.vocabulary import (
     InstanceClass,
@@ -28,6 +28,9 @@ from appliance.vocabulary import (
     Slo,
     Word,
 )
+
+if TYPE_CHECKING:
+    from datetime import datetime, time
 
 MAX_HOLD_SECONDS: Final = 86_400.0
 """A request is held no longer than this after it came, in all."""
@@ -60,8 +63,8 @@ class LocalClock(Word, frozen=True):
 
     def local(self, now: float) -> datetime:
         """Local date and time. Its `hour` is 0 to 23, its `weekday()` 0 on Monday."""
-        zone = timezone(timedelta(seconds=self.utc_offset_seconds))
-        return datetime.fromtimestamp(self.unix_seconds(now), zone)
+        zone = _datetime.timezone(_datetime.timedelta(seconds=self.utc_offset_seconds))
+        return _datetime.datetime.fromtimestamp(self.unix_seconds(now), zone)
 
     def next(self, now: float, at: time) -> float:
         """When, on the machine's clock, the local time of day is `at` the next time after `now`. A

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -366,3 +368,12 @@ def test_policies_are_looked_for_by_one_at_a_time(monkeypatch: pytest.MonkeyPatc
 
     assert found[0] == found[1]
     assert met == []
+
+
+def test_the_words_of_policies_hide_no_module() -> None:
+    """A policy may import all of them, and still have the time."""
+    names: dict[str, object] = {}
+
+    exec("import datetime, time\nfrom appliance.scheduling.policy_api import *", names)
+
+    assert (names["time"], names["datetime"]) == (time, datetime)
