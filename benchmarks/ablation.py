@@ -74,7 +74,7 @@ VARIANTS: Mapping[str, Variant] = {
     "prompts in chunks of 1024": Variant({"batch": "pd_aggregated"}),
     "no homes": Variant(parameters={"home_share": ALWAYS}),
     "homes move for 20 %": Variant(constants={"homes.THRESHOLD": 0.2}),
-    "no short prompts first": Variant(constants={"work.outlook.SHORT_SECONDS": 0.0}),
+    "no short prompts first": Variant(constants={"instance_work.outlook.SHORT_SECONDS": 0.0}),
     "tokens due by the schedule": Variant(parameters={"pace": 0.0}),
     "late requests due again after 5 s": Variant(parameters={"renewal_seconds": 5.0}),
     "late models wait at most 5 s": Variant(parameters={"max_lateness_seconds": 5.0}),

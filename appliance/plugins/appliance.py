@@ -21,6 +21,9 @@ from appliance.hookspecs import hookimpl
 from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.homes import Homes, find_seekers
+from appliance.plugins.instance_work.expected import Expectations
+from appliance.plugins.instance_work.loads import Loads
+from appliance.plugins.instance_work.outlook import ModelWork, Outlooks, Terms
 from appliance.plugins.lone_model import (
     SMALLEST_CHUNK,
     LoneModel,
@@ -34,9 +37,6 @@ from appliance.plugins.shedding import (
     is_hopeless,
     refusal_reason,
 )
-from appliance.plugins.work.expected import Expectations
-from appliance.plugins.work.loads import Loads
-from appliance.plugins.work.outlook import ModelWork, Outlooks, Terms
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,

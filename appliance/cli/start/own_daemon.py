@@ -163,7 +163,7 @@ def _has_turn(client: httpx.Client, lock: int, url: str, log: Path) -> bool:
         if not said:
             click.echo(f"another command started the daemon at {url}; its log is {log}", err=True)
             said = True
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)  # as above
     raise ApplianceError(f"the daemon that another command started is not ready; its log is {log}")
 
 

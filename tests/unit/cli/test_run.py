@@ -553,9 +553,9 @@ def test_a_daemon_that_still_starts_gets_no_rival(
 ) -> None:
     """The command that started it was interrupted; the next one waits for it."""
     go = tmp_path / "go"
-    commands = program(
-        f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(.01)" + READY
-    )
+    os.mkfifo(go)
+    gate = os.open(go, os.O_RDWR)
+    commands = program(f"import os\nos.read(os.open({str(go)!r}, os.O_RDONLY), 1)" + READY)
     url = free_url()
     address = own_address(url)
     assert address is not None
@@ -568,9 +568,12 @@ def test_a_daemon_that_still_starts_gets_no_rival(
         start_own_daemon(url, address)
     pid = int(capsys.readouterr().err.rpartition("kill ")[2])
     try:
-        monkeypatch.setattr("appliance.cli.start.own_daemon.time.sleep", lambda _: go.touch())
+        monkeypatch.setattr(
+            "appliance.cli.start.own_daemon.time.sleep", lambda _: os.write(gate, b".")
+        )
         start_own_daemon(url, address)
     finally:
+        os.close(gate)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from appliance.plugins.work.expected import Expectations, Expected
-from appliance.plugins.work.outlook import Outlooks, Terms
+from appliance.plugins.instance_work.expected import Expectations, Expected
+from appliance.plugins.instance_work.outlook import Outlooks, Terms
 from appliance.scheduling.policy_api import BatchView, Costs, GroupView
 from appliance.vocabulary import Slo
 from tests.unit.plugins.policy_views import FixedCosts, batch_view, group_view, instance_view

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from appliance.plugins.work.expected import Expectations, Expected
+from appliance.plugins.instance_work.expected import Expectations, Expected
 from appliance.scheduling.policy_api import BatchView, Costs, GroupView, InstanceView
 from appliance.vocabulary import InstanceId, ModelName
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.plugins.work.expected import Expectations
+from appliance.plugins.instance_work.expected import Expectations
 from appliance.scheduling.policy_api import Costs, InstanceView
 from appliance.vocabulary import InstanceId, ModelName
 
