@@ -114,13 +114,18 @@ class Homes:
 
     def placements(self, cluster: ClusterView, seekers: Sequence[HomeSeeker]) -> list[Placement]:
         """Planned anew: which models each instance may serve; None for all, if none has homes.
+        Weights are loaded ahead where they have a home, the largest demands first.
         O(models x homes x instances)."""
         self.plan({view.id: view.total_bytes for view in cluster.instances if view.up}, seekers)
         rest = frozenset([model.name for model in cluster.models]).difference(self.of)
-        return [
-            Placement(models=rest | self.at(view.id) if self.of else None)
-            for view in cluster.instances
-        ]
+        largest_first = sorted(seekers, key=lambda one: (-one.demand, one.model))
+        placements = []
+        for view in cluster.instances:
+            here = self.at(view.id)
+            ahead = tuple([one.model for one in largest_first if one.model in here])
+            models = rest | here if self.of else None
+            placements.append(Placement(models=models, ahead=ahead))
+        return placements
 
     def at(self, instance: InstanceId) -> frozenset[ModelName]:
         """The models that have a home there. O(models)."""

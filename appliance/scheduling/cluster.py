@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from appliance.scheduling.demand import Demands
 from appliance.scheduling.lifecycle import KvPlace
 from appliance.scheduling.policy_api import (
@@ -77,18 +79,25 @@ class Cluster:
     def place(self, placements: Sequence[Placement], fleet: Fleet) -> bool:
         """Give every instance what it is for from now on, of the models that it can have; whether
         anything changed."""
-        known = [instance.instance_class for instance in self.instances.values()]
-        classes = deal(fleet, known)
+        before = [instance.instance_class for instance in self.instances.values()]
+        classes = deal(fleet, before)
         partial = [spec for spec in self._models.values() if spec.instances is not None]
         changed = False
         for instance in self.instances.values():
-            placement, kind = placements[instance.id], classes[instance.id]
+            dealt, kind = placements[instance.id], classes[instance.id]
             lacking = {spec.name for spec in partial if not spec.fits(instance.id)}
             if lacking:
-                meant = self._models.keys() if placement.models is None else placement.models
-                placement = Placement(role=placement.role, models=frozenset(meant - lacking))
-            if (placement, kind) != (instance.placement, instance.instance_class):
-                instance.placement, instance.instance_class = placement, kind
+                meant = self._models.keys() if dealt.models is None else dealt.models
+                dealt = msgspec.structs.replace(dealt, models=frozenset(meant - lacking))
+            known = instance.placement
+            instance.placement = dealt
+            # What is loaded ahead is no place of a request.
+            if (dealt.role, dealt.models, kind) != (
+                known.role,
+                known.models,
+                instance.instance_class,
+            ):
+                instance.instance_class = kind
                 instance.view = None
                 changed = True
         return changed

@@ -161,7 +161,8 @@ class ModelLifecycle:
             engine.to_stage(EngineStage.LOADED, event.model)
             instance.ledger.loaded(event.model)
             self._prefetcher.preloads.pop(event.model, None)
-        return bool(instance.evict_requested or self._prefetcher.preloads)
+        more = self._prefetcher.preloads or instance.placement.ahead
+        return bool(instance.evict_requested or more)
 
     def fail(self, model: ModelName, reason: str, instance: InstanceId) -> None:
         """The model cannot be served, an instance reports; its requests are rejected."""
@@ -214,6 +215,7 @@ class ModelLifecycle:
         """An operator wants the model on a device."""
         if event.model in self._failed:
             return False
+        self._prefetcher.unloaded.discard(event.model)
         there = [i for i in self._cluster.instances.values() if event.model in i.ledger.weights]
         loaded = [i for i in there if event.model not in i.ledger.loading]
         for instance in there:
@@ -230,6 +232,7 @@ class ModelLifecycle:
     def _dismiss(self, model: ModelName) -> None:
         """Have the model leave all devices."""
         self._prefetcher.preloads.pop(model, None)
+        self._prefetcher.unloaded.add(model)
         for instance in self._cluster.instances.values():
             if model in instance.ledger.weights or model in instance.ledger.kv:
                 self._dispatcher.dismiss(instance, model)
@@ -292,6 +295,7 @@ class ModelLifecycle:
         del self._failed[model]
         del self._dispatcher.preemptions[model]
         del self._requests.recomputed_tokens[model]
+        self._prefetcher.unloaded.discard(model)
         self._layouts.pop(model, None)
         self._build_losses.pop(model, None)
         self._run_losses.pop(model, None)

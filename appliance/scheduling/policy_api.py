@@ -371,10 +371,13 @@ class Migration(Word, frozen=True):
 
 
 class Placement(Word, frozen=True):
-    """What an instance is for: its role, and the models it may serve (None for all)."""
+    """What an instance is for: its role, and the models it may serve (None for all). Weights of
+    those of them in `ahead` are loaded before they are asked for, in this order, while a fifth of
+    the device's memory stays free and nothing else is loaded."""
 
     role: Role = Role.MIXED
     models: frozenset[ModelName] | None = None
+    ahead: tuple[ModelName, ...] = ()
 
 
 class Fleet(Word, frozen=True):

@@ -1,9 +1,10 @@
 """What is made ready for later: weights loaded during a job, because a turn or an operator wants
-them next, or taken away; engines built."""
+them next or a policy wants them ahead, or taken away; engines built."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.lifecycle import EngineStage
@@ -11,10 +12,13 @@ from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import BuildJob, InstanceState, SchedulingContext
 from appliance.vocabulary import BuildModel, EvictModel, ModelName
 
+AHEAD_FREE_SHARE: Final = 0.2
+"""Of a device's memory stays free where weights are loaded ahead: KV is not to wait for room."""
+
 
 class Prefetcher:
     """One prefetch at a time on each instance. A call costs O(models on the device + models that
-    run there next)."""
+    run there next, or are loaded ahead)."""
 
     def __init__(
         self,
@@ -26,6 +30,8 @@ class Prefetcher:
         """Models in `failed` are not built."""
         self.preloads: dict[ModelName, None] = {}
         """Models that an operator wants on a device, and that have not come yet."""
+        self.unloaded: set[ModelName] = set()
+        """Models that an operator took off the devices: not loaded ahead until they run again."""
         self._context = context
         self._cluster = cluster
         self._residency = residency
@@ -34,12 +40,14 @@ class Prefetcher:
     def prefetch(self, instance: InstanceState, model: ModelName) -> None:
         """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
         context, upcoming = self._context, instance.upcoming()
-        for name in sorted(instance.ledger.loading - {model, *upcoming, *self.preloads}):
+        self.unloaded.discard(model)
+        kept = {model, *upcoming, *self.preloads}
+        if not _waits_for_link(instance, model, upcoming):
+            kept.update(instance.placement.ahead)
+        for name in sorted(instance.ledger.loading - kept):
             context.out.append(self._residency.evict(instance, name))
             instance.view = None
-        # What goes with this job is not brought back during it: a load of it may be about to be
-        # reported, and would be taken for the new one.
-        gone = {c.model for c in context.out if isinstance(c, EvictModel)}
+        gone = self._gone()
         wanted = [
             name
             for name in upcoming
@@ -56,11 +64,19 @@ class Prefetcher:
         self.preload(instance, model)
 
     def preload(self, instance: InstanceState, running: ModelName | None) -> None:
-        """Load a model that an operator wants, during whatever runs: one at a time, where there
-        is room, and on one instance."""
-        if not self.preloads or instance.ledger.loading - {running}:
-            return
-        gone = {c.model for c in self._context.out if isinstance(c, EvictModel)}
+        """Load a model that an operator wants, or else one that is to be there ahead, during
+        whatever runs: one at a time."""
+        if (
+            (self.preloads or instance.placement.ahead)
+            and not instance.ledger.loading - {running}
+            and not self._load_wanted(instance, running)
+        ):
+            self._load_ahead(instance, running)
+
+    def _load_wanted(self, instance: InstanceState, running: ModelName | None) -> bool:
+        """Load a model that an operator wants, where there is room, and on one instance; whether
+        one is loaded now."""
+        gone = self._gone()
         for model in self.preloads:
             engine = instance.engines.get(model)  # none where the model cannot be
             stored = engine is not None and engine.stage is EngineStage.COLD
@@ -71,7 +87,31 @@ class Prefetcher:
                     # As if it had run: what was wanted just now is not the first to make room.
                     instance.engines[model].used = self._context.now
                     instance.view = None
-                    return
+                    return True
+        return False
+
+    def _load_ahead(self, instance: InstanceState, running: ModelName | None) -> None:
+        """Load the first model that the policy wants here ahead, where memory is free anyway."""
+        ledger, gone = instance.ledger, self._gone()
+        room = ledger.free_slabs - AHEAD_FREE_SHARE * ledger.total_slabs
+        for model in instance.placement.ahead:
+            engine = instance.engines.get(model)  # none where the model cannot be
+            if (
+                engine is not None
+                and engine.stage is EngineStage.COLD
+                and engine.weight_slabs <= room
+                and instance.may_serve(model)
+                and model not in gone
+                and model not in self.unloaded
+            ):
+                self._context.out += self._residency.prefetch(instance, running, model)
+                instance.view = None
+                return
+
+    def _gone(self) -> set[ModelName]:
+        """Models that go with this job: their loads may be about to be reported, and would be
+        taken for new ones."""
+        return {c.model for c in self._context.out if isinstance(c, EvictModel)}
 
     def _here(self, model: ModelName) -> bool:
         """Whether the model is on some device, or on its way to one."""
@@ -103,3 +143,11 @@ class Prefetcher:
         del instance.unbuilt[model]
         instance.job = BuildJob(model)
         self._context.out.append(BuildModel(instance=instance.id, model=model))
+
+
+def _waits_for_link(
+    instance: InstanceState, model: ModelName, upcoming: Collection[ModelName]
+) -> bool:
+    """Whether weights of the model that runs, or of one that runs next, are not there yet."""
+    waited_for = [name for name in upcoming if instance.engines[name].stage is EngineStage.COLD]
+    return model in instance.ledger.loading or bool(waited_for)
