@@ -89,15 +89,9 @@ class Cluster:
             if lacking:
                 meant = self._models.keys() if dealt.models is None else dealt.models
                 dealt = msgspec.structs.replace(dealt, models=frozenset(meant - lacking))
-            known = instance.placement
-            instance.placement = dealt
-            # What is loaded ahead is no place of a request.
-            if (dealt.role, dealt.models, kind) != (
-                known.role,
-                known.models,
-                instance.instance_class,
-            ):
-                instance.instance_class = kind
+            known = instance.placement.role, instance.placement.models, instance.instance_class
+            instance.placement, instance.instance_class = dealt, kind
+            if (dealt.role, dealt.models, kind) != known:  # loading ahead changes no place
                 instance.view = None
                 changed = True
         return changed
