@@ -60,8 +60,9 @@ def place(answer: object, cluster: ClusterView) -> str | None:
     for placement in answer:
         if type(placement.role) is not Role:
             return f"{shown(placement.role)} is not a role"
-        if type(placement.ahead) is not tuple or not models.issuperset(placement.ahead):
-            return f"ahead is a tuple of models, not {shown(placement.ahead)}"
+        ahead = placement.ahead
+        if type(ahead) is not tuple or not all([type(n) is str and n in models for n in ahead]):
+            return f"ahead is a tuple of models, not {shown(ahead)}"
         if placement.models is None:
             placed |= models
         elif type(placement.models) is not frozenset:

@@ -52,6 +52,7 @@ class RandomPolicy:
                 Placement(
                     role=self._dice.choice(list(Role)),
                     models=frozenset(self._some(names)) if view.id else None,
+                    ahead=tuple(self._some(names)),
                 )
                 for view in cluster.instances
             ]

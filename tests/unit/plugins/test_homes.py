@@ -38,9 +38,9 @@ def test_every_model_has_homes_where_it_can_be_served(
         able = one.able(capacity)
         share = math.ceil(one.demand / total * instances - 1e-9)
         assert homes[one.model] <= set(able)
-        assert 1 <= len(homes[one.model]) <= min(len(able), max(1, share))
+        assert 1 <= len(homes[one.model]) <= min(len(able), max(2, share))
         if sum([other.weight_bytes for other in given_]) < 64 * GB:  # KV has its room, too
-            assert len(homes[one.model]) == min(len(able), max(1, share))
+            assert len(homes[one.model]) >= min(len(able), max(1, share))
 
 
 def test_a_further_home_needs_room_next_to_the_others() -> None:
@@ -103,11 +103,25 @@ def test_homes_stay_while_demand_does(given_: list[HomeSeeker]) -> None:
 
 
 def test_alike_models_are_dealt_out_evenly() -> None:
-    alike = [HomeSeeker(f"m{n}", 0.1, 2 * GB) for n in range(12)]
+    alike = [HomeSeeker(f"m{n}", 0.3, 2 * GB) for n in range(12)]
 
     homes = find_homes(alike, dict.fromkeys(range(4), 80 * GB), {}, 0.2)
 
     assert [sum([i in mine for mine in homes.values()]) for i in range(4)] == [3, 3, 3, 3]
+
+
+def test_a_second_home_where_memory_and_time_are_to_spare() -> None:
+    """Four models on four instances have one more home each while an instance is asked for no more
+    than half of its time, and three fifths of its memory stay free with it."""
+
+    def homes_of_each(demand: float, weight_bytes: int) -> list[int]:
+        alike = [HomeSeeker(f"m{n}", demand, weight_bytes) for n in range(4)]
+        homes = find_homes(alike, dict.fromkeys(range(4), 80 * GB), {}, 0.2)
+        return [len(mine) for mine in homes.values()]
+
+    assert homes_of_each(0.3, 16 * GB) == [2, 2, 2, 2]
+    assert homes_of_each(0.3, 17 * GB) == [1, 1, 1, 1]
+    assert homes_of_each(0.6, 16 * GB) == [1, 1, 1, 1]
 
 
 def test_a_lone_model_is_everywhere() -> None:

@@ -38,7 +38,8 @@ class Whimsical:
         placements = []
         for view in cluster.instances:
             some = frozenset(self._some(names)) if view.id else None
-            placements.append(Placement(role=self._dice.choice(list(Role)), models=some))
+            role, ahead = self._dice.choice(list(Role)), tuple(self._some(names))
+            placements.append(Placement(role=role, models=some, ahead=ahead))
         return placements
 
     @hookimpl

@@ -78,8 +78,8 @@ def to(instance: Any, group: Any = None) -> PrefillChoice:
     return PrefillChoice(instance=instance, group=group)
 
 
-def placement(models: Any = None, role: Any = Role.MIXED) -> Placement:
-    return Placement(role=role, models=models)
+def placement(models: Any = None, role: Any = Role.MIXED, ahead: Any = ()) -> Placement:
+    return Placement(role=role, models=models, ahead=ahead)
 
 
 def fleet(interactive: Any, mixed: Any, batch: Any) -> Fleet:
@@ -94,6 +94,7 @@ RIGHT: list[tuple[str, Any]] = [
     ("place", (placement(role=Role.PREFILL), placement(role=Role.DECODE))),
     ("place", (placement(frozenset("a")), placement(frozenset("ab")))),
     ("place", (placement(frozenset()), placement())),
+    ("place", (placement(ahead=("b", "a")), placement())),
     ("scale", fleet(1, 0, 1)),
     ("scale", fleet(0, 1, 0)),
     ("prefill", to(1)),
@@ -128,6 +129,9 @@ NONSENSE: list[tuple[str, Any]] = [
     ("place", [placement(frozenset("a")), placement(frozenset("a"))]),
     ("place", [placement(frozenset("ab")), placement(frozenset("az"))]),
     ("place", [placement(frozenset("z")), placement()]),
+    ("place", [placement(ahead=["a"]), placement()]),
+    ("place", [placement(ahead=("z",)), placement()]),
+    ("place", [placement(ahead=(["a"],)), placement()]),
     ("place", [placement(frozenset({1})), placement()]),
     ("scale", 2),
     ("scale", (0, 2, 0)),
