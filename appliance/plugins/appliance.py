@@ -124,6 +124,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._shedding = Shedding()
         self._lone = LoneModel(self.margin, self.longest_step, float(self.output_tokens))
 
+    def take_over(self, before: Appliance) -> None:
+        """Models keep their homes when another one of this kind, with other parameters perhaps,
+        decided until now: where their weights are. Else all would be planned anew, and moved."""
+        self._homes.of = before._homes.of
+
     # --- where requests go -----------------------------------------------------------------------
 
     @hookimpl

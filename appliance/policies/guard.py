@@ -52,6 +52,7 @@ class GuardedPolicy:
         Raises `PolicyError` if it has a hook, or a hook an argument, that does not exist.
         """
         self.name = name
+        self.policy = policy
         self.disabled = False
         self._faults_in_a_row = 0
         self._hooks = hook_callers(name, policy)

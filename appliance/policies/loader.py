@@ -100,6 +100,7 @@ def load_stack(
         {name: made[name] for name in wanted} | {fallback: _make(FALLBACK, entries, {})},
         {hook: tuple(names) for hook, names in order.items()},
         apart=[n for n in wanted if not _shipped(entries[n])] if budget_seconds is not None else (),
+        ours=[name for name in wanted if _shipped(entries[name])],
         budget_seconds=budget_seconds or BUDGET_SECONDS,
         observe=observe,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS
@@ -40,12 +40,21 @@ from appliance.scheduling.policy_api import (
     Phase,
     Placement,
     PlannedTurn,
+    Policy,
     PrefillChoice,
     Refusal,
     RequestView,
 )
 from appliance.service.policy_report import Missed, PolicyFault, PolicyState
 from appliance.vocabulary import InstanceId, ModelName
+
+
+@runtime_checkable
+class Successor(Protocol):
+    """A policy that can go on from what another one of its kind knows."""
+
+    def take_over(self, before: Self) -> None:
+        """The other one, with other parameters perhaps, decides no more."""
 
 
 class PolicyStack:
@@ -60,13 +69,15 @@ class PolicyStack:
         order: Mapping[str, Sequence[str]] | None = None,
         *,
         apart: Collection[str] = (),
+        ours: Collection[str] = (),
         budget_seconds: float = BUDGET_SECONDS,
         observe: Callable[[str, float], None] | None = None,
     ) -> None:
         """`order` names who is asked for each decision; all, as they come, for one that it does not
         name. The last policy is never disabled: one has to answer.
 
-        Policies of the names `apart` are asked in threads of their own, with a budget. `observe` is
+        Policies of the names `apart` are asked in threads of their own, with a budget; those of the
+        names `ours` may take over what policies before them know (`Successor`). `observe` is
         called with each question: its hook, and the seconds until the answer came. Without it no
         clock is read.
 
@@ -84,6 +95,7 @@ class PolicyStack:
             ]
             for hook in HOOKS
         }
+        self._ours = ours
         self._last = next(reversed(self._policies), None)
         self._observe = observe
         self._seconds = 0.0
@@ -150,6 +162,20 @@ class PolicyStack:
 
     def set_clock(self, clock: LocalClock) -> None:
         self._clock = clock
+
+    def take_over(self, before: Policy) -> None:
+        """Each of ours goes on from what the one of its kind in the stack before knows: a change of
+        a parameter moves nothing."""
+        if not isinstance(before, PolicyStack):
+            return
+        for name in self._ours:
+            mine, theirs = self._policies[name].policy, before._policies.get(name)
+            if (
+                isinstance(mine, Successor)
+                and theirs is not None
+                and type(mine) is type(theirs.policy)
+            ):
+                mine.take_over(theirs.policy)
 
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         check = partial(validation.place, cluster=cluster)

@@ -242,6 +242,7 @@ class Machine:
     def set_policy(self, policy: Policy, now: float) -> list[Command]:
         """Have another policy answer from now on; what is under way goes on. The commands that
         follow at once."""
+        policy.take_over(self._context.policy)
         self._context.policy = policy
         self._context.now, self._context.out = now, []
         policy.set_clock(self._context.clock)

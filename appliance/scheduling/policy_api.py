@@ -398,6 +398,9 @@ class Policy(Protocol):
     def set_clock(self, clock: LocalClock) -> None:
         """Questions are put with this clock from now on."""
 
+    def take_over(self, before: Policy) -> None:
+        """It decides from now on, and may go on from what the one before it knows."""
+
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         """What each instance is for, in order."""
 

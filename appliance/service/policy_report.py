@@ -25,6 +25,16 @@ class PolicyChoice(Word, frozen=True, forbid_unknown_fields=True):
         tables = {n: table for n, table in self.parameters.items() if n in names and table}
         return PolicyChoice(use=self.use, decisions=self.decisions, parameters=tables)
 
+    def is_simpler_than(self, other: PolicyChoice) -> bool:
+        """Whether it is the other one without some of its parameters."""
+        mine, theirs = self.pruned(), other.pruned()
+        fewer = mine != theirs and all(
+            (key, value) in theirs.parameters.get(name, {}).items()
+            for name, table in mine.parameters.items()
+            for key, value in table.items()
+        )
+        return fewer and (mine.use, mine.decisions) == (theirs.use, theirs.decisions)
+
 
 class PolicyFault(Word, frozen=True):
     """A policy failed to answer a question: it raised, answered nonsense, or took too long."""

@@ -112,6 +112,9 @@ class Interposed:
     def set_clock(self, clock: LocalClock) -> None:
         self._clock = clock
 
+    def take_over(self, before: object) -> None:
+        """It knows nothing by itself."""
+
     def __getattr__(self, hook: str) -> Callable[..., object]:
         names = ARGUMENTS[hook]
 

@@ -23,6 +23,7 @@ from appliance.daemon.autopilot.seasons import (
     local_hour,
     set_by_hand,
 )
+from appliance.daemon.autopilot.tuning import REPLAYS, Streak, is_tuned, untuned
 from appliance.service.autopilot import (
     CPU_SHARE,
     HOUR_SECONDS,
@@ -97,7 +98,7 @@ class StartReplay(Word, frozen=True):
     hard_cpu_seconds: float
     """That the process may take at most; so many were charged."""
     also: tuple[PolicyChoice, ...] = ()
-    """What won at this hour earlier: to be tried first."""
+    """To be tried first."""
 
 
 class EndReplay(Word, frozen=True):
@@ -182,6 +183,7 @@ class Control:
         self._barred = list(barred)
         self._seasons = Seasons(hours)
         self._learned = False
+        self._streak = Streak()
         self.configured_times = 0
         """What was asked for before the last time does not wait for an answer any more."""
         self._held = False
@@ -267,11 +269,16 @@ class Control:
             reason = "other policies decide now than those whose end of the journal was replayed"
             return [self._note(at, AutopilotStep.KEPT, reason, None, **evidence)]
         self._learn_replay(at, seen, found)
-        if found.chosen is None or not _wins(found):
+        chosen = found.chosen if _wins(found) else None
+        times = self._streak.add(found.current, chosen)
+        if chosen is None:
             return [self._note(at, AutopilotStep.KEPT, found.reason, None, **evidence)]
-        target = _with_tables(found.chosen, self._configured)
+        target = _with_tables(chosen, self._configured)
         kept = self._before(at, seen)
-        if obstacle := self._obstacle(at, target, kept):
+        obstacle = self._obstacle(at, target, kept)
+        if not obstacle and times < REPLAYS and is_tuned(target, self._configured):
+            obstacle = "the next replay, of other minutes, has to recommend these parameters, too"
+        if obstacle:
             reason = f"{found.reason} Not applied: {obstacle}."
             return [self._note(at, AutopilotStep.PROPOSED, reason, target, **evidence)]
         assert kept is not None
@@ -299,6 +306,7 @@ class Control:
         change = self._phase
         if isinstance(change, _Replaying):
             self._end_replay(at)
+            self._streak.end()
             return [self._note(at, AutopilotStep.FAILED, reason)]
         if not isinstance(change, _Changing):
             return []
@@ -338,6 +346,7 @@ class Control:
         forgotten = self._forget_hours(at, configured)
         ends: list[Action] = [EndReplay()] if isinstance(self._phase, _Replaying) else []
         self._end_replay(at)
+        self._streak.end()
         self.configured_times += 1
         self.terms, self._configured, self._held = terms, configured, False
         self._next = at.seconds + terms.interval_seconds
@@ -383,9 +392,18 @@ class Control:
             StartReplay(
                 cpu_seconds=self.terms.cpu_seconds,
                 hard_cpu_seconds=self._charge,
-                also=self._seasons.candidates(at.hour()),
+                also=self._early(at, seen),
             )
         ]
+
+    def _early(self, at: Moment, seen: Seen) -> tuple[PolicyChoice, ...]:
+        """What a replay tries first: the policies of now without changed parameters, if they have
+        some; what the last replay recommended; and what won at this hour."""
+        found, early = [seen.active.pruned()], self._seasons.candidates(at.hour())
+        for one in (untuned(seen.active, self._configured), self._streak.wanted, *early):
+            if one is not None and one not in found:
+                found.append(one)
+        return tuple(found[1:])
 
     def _ahead(self, at: Moment, seen: Seen) -> list[Action]:
         """Have decide what won at this hour on earlier weeks, without a replay, under the same
@@ -546,8 +564,12 @@ class Control:
 
 
 def _wins(found: Recommendation) -> bool:
-    """By more than the error of that."""
-    return found.gain is not None and found.error is not None and found.gain > found.error
+    """By more than the error of that; with fewer parameters, it need not be behind."""
+    if found.chosen is None or found.gain is None or found.error is None:
+        return False
+    if found.chosen.is_simpler_than(found.current):
+        return found.gain >= 0
+    return found.gain > found.error
 
 
 def _worse(

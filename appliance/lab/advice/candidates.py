@@ -28,6 +28,8 @@ class Candidate(Word, frozen=True, kw_only=True):
     name: str
     choice: PolicyChoice
     changed: Mapping[str, object] = {}
+    simpler: bool = False
+    """It has the policies of the current choice, and fewer parameters are set."""
 
 
 class Unsuited(Word, frozen=True, kw_only=True):
@@ -109,7 +111,8 @@ def _as_given(choice: PolicyChoice, current: PolicyChoice) -> Candidate:
     }
     words = ", ".join(f"{key} = {_shown(value)}" for key, value in changed.items())
     name = _named(choice) + (f" ({words})" if words else "")
-    return Candidate(name=name, choice=choice, changed=changed)
+    simpler = choice.is_simpler_than(current)
+    return Candidate(name=name, choice=choice, changed=changed, simpler=simpler)
 
 
 def _named(choice: PolicyChoice) -> str:

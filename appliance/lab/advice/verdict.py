@@ -50,10 +50,15 @@ class _Compared:
     paid in requests."""
     mean: float
     """Of its replays."""
+    left: float
+    """To win: what clients missed."""
 
     @property
     def wins(self) -> bool:
-        return self.gain > self.error and not self.loses
+        """By more than the error. With fewer parameters than the current choice, it need not be
+        behind; but where all is in time anyway, that says nothing of parameters."""
+        simpler = self.candidate.simpler and self.left > self.error and self.gain >= 0
+        return (simpler or self.gain > self.error) and not self.loses
 
 
 def level_error(replays: Iterable[Score], really: Score) -> float:
@@ -76,11 +81,7 @@ def verdict(
     winners = [one for one in compared if one.wins]
     if winners:
         best = _simplest(winners)
-        reason = (
-            f"Have {best.candidate.name} decide: on the same requests it is at least"
-            f" {points(best.gain)} ahead of {name} in every replay, in the mean of tokens and"
-            f" requests in time; that may be off by {points(best.error)}."
-        )
+        reason = f"Have {best.candidate.name} decide{_why(name, best)}"
         return Verdict(candidate=best.candidate, gain=best.gain, error=best.error, reason=reason)
     other = max(compared, key=lambda one: one.gain, default=None)
     return Verdict(
@@ -109,6 +110,7 @@ def _compared(
         error=error,
         loses=_loses(current, scores, error),
         mean=math.fsum(score.value for score in scores) / len(scores),
+        left=1 - really.value,
     )
 
 
@@ -129,6 +131,19 @@ def _simplest(winners: Sequence[_Compared]) -> _Compared:
     best = max(winners, key=lambda one: one.gain)
     alike = [one for one in winners if one.gain >= best.gain - best.error]
     return min(alike, key=lambda one: (len(one.candidate.changed), -one.mean))
+
+
+def _why(name: str, best: _Compared) -> str:
+    if best.gain <= best.error:
+        return (
+            ", with fewer parameters set: on the same requests no replay has less in time than with"
+            " all of them, in the mean of tokens and requests."
+        )
+    return (
+        f": on the same requests it is at least {points(best.gain)} ahead of {name} in every"
+        " replay, in the mean of tokens and requests in time; that may be off by"
+        f" {points(best.error)}."
+    )
 
 
 def _why_keep(name: str, other: _Compared | None, really: Score) -> str:

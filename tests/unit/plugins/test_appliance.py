@@ -92,6 +92,19 @@ def test_a_model_with_most_of_the_demand_has_more_homes() -> None:
     assert homes[0] > homes[1] == 1
 
 
+def test_other_parameters_move_no_model() -> None:
+    """An appliance that takes over from another one goes on with its homes, though it would have
+    planned others."""
+    then = [model_view(f"m{n}", ttft=1.0, arrivals=1.0 + n, tokens=400.0) for n in range(4)]
+    now = [model_view(f"m{n}", ttft=1.0, arrivals=4.0 - n, tokens=400.0) for n in range(4)]
+    first, second, anew = Appliance(), Appliance(margin=0.4), Appliance(margin=0.4)
+    homes = first.place(now=NOW, cluster=cluster_view(2, *then), costs=COSTS)
+    second.take_over(first)
+    after = cluster_view(2, *now)
+    assert second.place(now=NOW, cluster=after, costs=COSTS) == homes
+    assert anew.place(now=NOW, cluster=after, costs=COSTS) != homes
+
+
 # --- who runs ------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from appliance.scheduling.policy_api import (
     Refusal,
 )
 from appliance.service.policy_report import DecisionStats, Missed
+from appliance.testing.scenes import Interposed
 from appliance.vocabulary import Role
 from tests.unit.plugins.policy_views import (
     FixedCosts,
@@ -636,3 +637,34 @@ def test_a_misspelt_hook_or_argument_is_named(name: str, argument: str) -> None:
 
     with pytest.raises(PolicyError, match=rf"policy mine: (.|\n)*({name}|{argument})"):
         PolicyStack({"mine": misspelt})
+
+
+class Learner:
+    """A policy that hands over what it knows."""
+
+    def __init__(self) -> None:
+        self.known: list[object] = []
+
+    def take_over(self, before: Learner) -> None:
+        self.known.append(before)
+
+
+class OtherLearner(Learner):
+    """Of another kind."""
+
+
+def test_policies_go_on_from_those_of_their_kind() -> None:
+    """Only ours, as a stranger's code may do anything; those of the same name and kind, in a stack
+    that was there before."""
+    mine, stranger, new = Learner(), Learner(), Learner()
+    before = Learner()
+    stack = PolicyStack(
+        {"mine": mine, "stranger": stranger, "new": new, "built-in": Aegaeon()},
+        ours=("mine", "new", "built-in"),
+    )
+    stack.take_over(PolicyStack({"mine": before, "stranger": Learner(), "built-in": Aegaeon()}))
+    assert mine.known == [before]
+    assert stranger.known == new.known == []
+    stack.take_over(PolicyStack({"mine": OtherLearner()}))
+    stack.take_over(Interposed(lambda call: None))
+    assert mine.known == [before]

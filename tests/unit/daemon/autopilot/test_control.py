@@ -486,6 +486,86 @@ def test_what_does_not_win_by_more_than_the_error_is_not_applied(gain: float | N
     assert desk.steps == [AutopilotStep.KEPT]
 
 
+# --- parameters ----------------------------------------------------------------------------------
+
+TUNED = PolicyChoice(use=("old",), parameters={"old": {"x": 1}})
+
+
+def test_changed_parameters_have_to_win_twice() -> None:
+    """In two replays in a row, the second of which tries them first: one window may be of a load
+    that changes. Other policies as they ship need one."""
+    desk = Desk()
+    desk.until_replay()
+    assert desk.advise(advice(TUNED)) == []
+    assert desk.steps == [AutopilotStep.PROPOSED]
+    assert "the next replay" in desk.notes[-1].reason
+    (begun,) = desk.run(200)
+    assert isinstance(begun, StartReplay)
+    assert begun.also == (TUNED,)
+    assert desk.advise(advice(TUNED)) == [Use(choice=TUNED)]
+    desk.use(TUNED)
+    assert desk.steps == [AutopilotStep.PROPOSED, AutopilotStep.APPLIED]
+
+
+@pytest.mark.parametrize("between", ["other", "none", "failed", "hung", "configured"])
+def test_wins_of_parameters_are_in_a_row(between: str) -> None:
+    """What another replay does not say is as if it had never been said."""
+    desk = Desk()
+    desk.until_replay()
+    desk.advise(advice(TUNED))
+    desk.until_replay()
+    match between:
+        case "other":
+            assert desk.advise(advice(replace(TUNED, parameters={"old": {"x": 2}}))) == []
+        case "none":
+            assert desk.advise(advice(None)) == []
+        case "failed":
+            assert desk.do(desk.control.failed(desk.moment, "too few requests")) == []
+        case "hung":
+            assert desk.run(1 + PATIENCE * (15 + START_CPU_SECONDS)) == [EndReplay()]
+        case "configured":
+            desk.do(desk.control.configure(desk.moment, desk.control.terms, OLD))
+    desk.until_replay()
+    assert desk.advise(advice(TUNED)) == []
+
+
+def test_parameters_of_the_configuration_are_not_changed_ones() -> None:
+    """A policy with what the file sets for it is as the operator wants it."""
+    configured = PolicyChoice(use=("old",), parameters={"new": {"x": 1}})
+    desk = Desk(configured=configured)
+    desk.until_replay()
+    target = replace(NEW, parameters=configured.parameters)
+    assert desk.advise(advice(target, configured)) == [Use(choice=target)]
+
+
+def test_the_way_back_needs_one_replay_and_no_gain() -> None:
+    """While parameters are changed, each replay tries first to be without them. It does not go
+    back for less."""
+    desk = Desk()
+    for _ in range(2):
+        desk.until_replay()
+        desk.advise(advice(TUNED))
+    desk.use(TUNED)
+    for gain, wanted in ((-0.01, []), (0.0, [Use(choice=OLD)])):
+        begun = desk.run(400)[0]
+        assert isinstance(begun, StartReplay)
+        assert begun.also == (OLD,)
+        found = replace(advice(OLD, TUNED), gain=gain)
+        assert desk.advise(found) == wanted
+
+
+def test_fewer_parameters_are_the_same_policies() -> None:
+    """And the values of those that are left; tables of other policies change nothing."""
+    both = PolicyChoice(use=("old",), parameters={"old": {"x": 1, "y": 2}, "gone": {"z": 1}})
+    assert TUNED.is_simpler_than(both)
+    assert OLD.is_simpler_than(both)
+    assert not both.is_simpler_than(both)
+    assert not both.is_simpler_than(TUNED)
+    assert not NEW.is_simpler_than(both)
+    assert not replace(TUNED, parameters={"old": {"x": 2}}).is_simpler_than(both)
+    assert not replace(TUNED, decisions={"round": "old"}).is_simpler_than(both)
+
+
 # --- replays -------------------------------------------------------------------------------------
 
 

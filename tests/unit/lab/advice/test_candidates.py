@@ -57,6 +57,9 @@ def test_what_is_to_be_tried_first() -> None:
     found, _ = candidates(current, installed(), also=(tuned,))
     assert found[1].changed == {"aegaeon.q_max_seconds": 2.75}
     assert found[1].name == "aegaeon (aegaeon.q_max_seconds = 2.75)"
+    assert not found[1].simpler
+    found, _ = candidates(tuned, installed(), also=(current,))
+    assert (found[1].choice, found[1].simpler) == (current, True)
 
 
 def test_what_is_set_by_hand_stays() -> None:

@@ -118,6 +118,38 @@ def test_the_simplest_of_those_that_are_alike() -> None:
     assert tuned.candidate.name == "tuned"
 
 
+def simpler(*scores: Score) -> Finalist:
+    one = finalist("plain", *scores)
+    return msgspec.structs.replace(
+        one, candidate=msgspec.structs.replace(one.candidate, simpler=True)
+    )
+
+
+def test_fewer_parameters_need_no_gain() -> None:
+    """Those of the current choice have to earn their place: without them it may be as good, but
+    not behind in any replay, nor lose requests for tokens."""
+    found = judged([simpler(score(0.8), score(0.82))], 0.05)
+    assert found.candidate is not None
+    assert (found.gain, found.error) == (0.0, 0.05)
+    assert "plain decide, with fewer parameters set: " in found.reason
+    assert judged([finalist("other", score(0.8), score(0.82))], 0.05).candidate is None
+    assert judged([simpler(score(0.8), score(0.81))], 0.05).candidate is None
+    assert judged([simpler(score(1.0, 0.7), score(1.0, 0.7))], 0.05).candidate is None
+
+
+def test_parameters_stay_where_all_is_in_time() -> None:
+    """Replays that differ in nothing, as nothing is asked, say nothing of them."""
+    assert judged([simpler(score(0.8), score(0.82))], 0.05, really=score(0.96)).candidate is None
+
+
+def test_what_wins_clearly_comes_before_fewer_parameters() -> None:
+    """It is as if there were none of them."""
+    finalists = [simpler(score(0.8), score(0.82)), finalist("new", score(0.95), score(0.95))]
+    found = judged(finalists, 0.05)
+    assert found.candidate is not None
+    assert found.candidate.name == "new"
+
+
 UNEVEN = [0.2, 1.0] * (PARTS // 2)
 
 
