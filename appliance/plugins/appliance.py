@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -227,10 +228,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             target = self._lone.decode(request, prefilled_on, instances, costs)
             if target is not None:
                 return target
-        offered = {view.id: count_kv_tokens(view) for view in instances}
-        if prefilled_on in offered:
+        if any([view.id == prefilled_on for view in instances]):
             return prefilled_on
-        return min(offered, key=lambda instance: (offered[instance], instance))
+        return min([(count_kv_tokens(view), view.id) for view in instances])[1]
 
     @hookimpl
     def flow(
@@ -277,12 +277,14 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
         """Prompts of the model that runs next come first, then the most urgent. Of a model that
         runs next for its short prompts, those that are late already do not come before these."""
-        work = self._next(now, instance, costs)
-        groups = [
-            (group.model != work.model, work.short and group.deadline < now, group.deadline)
-            for group in instance.groups
-        ]
-        return sorted(range(len(groups)), key=groups.__getitem__)
+        work, groups = self._next(now, instance, costs), instance.groups
+        deadlines = [group.deadline for group in groups]
+        first, rest = [], []  # sorting numbers, once, takes a fraction of what sorting tuples does
+        for index in sorted(range(len(groups)), key=deadlines.__getitem__):
+            (first if groups[index].model == work.model else rest).append(index)
+        if not work.short:
+            return first + rest
+        return _late_last(now, first, deadlines) + _late_last(now, rest, deadlines)
 
     @hookimpl
     def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
@@ -306,7 +308,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         first = self._next(now, instance, costs, prompts=False)
         if first.model not in runnable:
             first = min((works[model] for model in runnable), key=_deadline)
-        rest = sorted((w for w in works.values() if w is not first), key=_latest)
+        rest = sorted([w for w in works.values() if w is not first], key=_latest)
         outlook = [
             PlannedTurn(model=w.model, quota_seconds=self.longest_turn_seconds, firm=False)
             for w in rest
@@ -352,10 +354,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         if not urgent and (urgent := [work for work in able if work.overdue <= now]):
             first = min(urgent, key=_overdue)
         current = works.get(view.current_model or "")
-        if current is None or current not in able:
+        if current is None or not current.runs:
             return first
         if urgent:
-            if current not in urgent and self._may_leave(now, view, current, first, costs):
+            late = current.latest <= now or (first.latest > now and current.overdue <= now)
+            if not late and self._may_leave(now, view, current, first, costs):
                 return first
             return current if current.due - first.due <= self.max_lateness_seconds else first
         if current.slack_seconds(now) < current.slack_target_seconds:
@@ -376,10 +379,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             earned = (own.slack_target_seconds - own.slack_seconds(now)) / earns
             others = [work.wanted for work in works.values() if work is not own and work.runs]
             seconds = min(seconds, max(earned, min(others, default=now) - now))
-        for work in sorted(works.values(), key=_deadline):
-            if work.model == model or not work.runs:
-                continue
-            seconds = min(seconds, work.latest - now - before)
+        waiting = [work for work in works.values() if work.runs and work.model != model]
+        waiting.sort(key=_deadline)
+        for work in waiting:
+            left = work.latest - now - before
+            seconds = left if left < seconds else seconds
             before += work.prompt_seconds + work.switch_seconds
             shortest = shortest or work.switch_seconds
         return max(0.0, began + max(self.shortest_turn_seconds, shortest) - now, seconds)
@@ -425,13 +429,12 @@ def _own_group(now: float, request: RequestView, view: InstanceView) -> int | No
     return None
 
 
-def _deadline(work: ModelWork) -> tuple[float, ModelName]:
-    return work.due, work.model
+def _late_last(now: float, indexes: Sequence[int], deadlines: Sequence[float]) -> list[int]:
+    """The same in two parts, each in its order: those that are due from now on, and the others."""
+    ahead = [index for index in indexes if deadlines[index] >= now]
+    return ahead + [index for index in indexes if deadlines[index] < now]
 
 
-def _overdue(work: ModelWork) -> tuple[float, ModelName]:
-    return work.overdue, work.model
-
-
-def _latest(work: ModelWork) -> tuple[float, ModelName]:
-    return work.latest, work.model
+_deadline = attrgetter("due", "model")
+_overdue = attrgetter("overdue", "model")
+_latest = attrgetter("latest", "model")

@@ -52,17 +52,18 @@ class Expectations:
     """Of all models. What is kept is O(models)."""
 
     def __init__(self) -> None:
-        self._of: dict[ModelName, Expected] = {}
+        self.known: dict[ModelName, Expected] = {}
+        """What was looked up so far, the oldest first; `of` looks up the rest."""
 
     def of(self, model: ModelName, now: float, costs: Costs) -> Expected:
         """What is known of the model. Prompts, and reading KV, are taken to be on a line through
         two estimates."""
-        known = self._of.get(model)
+        known = self.known.get(model)
         if known is None:
             short, long = costs.prefill_seconds(model, 1), costs.prefill_seconds(model, 1001)
             per_token = (long - short) / 1000
             reading = costs.step_seconds(model, 1, 1000) - costs.step_seconds(model, 1)
-            known = self._of[model] = Expected(
+            known = self.known[model] = Expected(
                 until=now + KEPT_SECONDS,
                 prompt_seconds=short - per_token,
                 prompt_seconds_per_token=per_token,
@@ -75,7 +76,7 @@ class Expectations:
     def renew(self, now: float, models: Container[ModelName], costs: Costs) -> None:
         """Look the oldest up anew that are too old; of models that are there no more, forget
         them."""
-        known = self._of
+        known = self.known
         for model in list(itertools.islice(known, 1 + len(known) // RENEWED)):
             if known[model].until > now:
                 break

@@ -67,23 +67,25 @@ class Loads:
     def _make(self, now: float, view: InstanceView, costs: Costs) -> InstanceWork:
         """O(batches + groups)."""
         expect, resident = self._expectations.of, view.resident
+        known = self._expectations.known.get  # no call of ours for each batch and group
         requests, seconds, reading = {}, 0.0, 0.0
         for batch in view.batches:
             model = batch.model
             requests[model] = batch.requests
-            reading += batch.kv_tokens * expect(model, now, costs).kv_seconds_per_token
+            expected = known(model) or expect(model, now, costs)
+            reading += batch.kv_tokens * expected.kv_seconds_per_token
         if view.computing_tokens and view.current_model is not None:
             expected = expect(view.current_model, now, costs)
             computing = view.computing_tokens * expected.prompt_seconds_per_token
             seconds += computing if computing > LONG_PROMPT_SECONDS else 0.0
         for group in view.groups:
             model, waiting = group.model, group.waiting
-            expected = expect(model, now, costs)
+            expected = known(model) or expect(model, now, costs)
             seconds += waiting * expected.prompt_seconds
             seconds += group.tokens * expected.prompt_seconds_per_token
             requests[model] = requests.get(model, 0) + waiting
         for model, number in requests.items():
-            expected = expect(model, now, costs)
+            expected = known(model) or expect(model, now, costs)
             seconds += expected.answers_seconds.get(number) or expected.of_answers(
                 model, number, costs, self._output_tokens
             )

@@ -86,23 +86,6 @@ class Part(NamedTuple):
     resident: bool
     work: ModelWork
 
-    def holds(
-        self,
-        now: float,
-        batch: BatchView | None,
-        groups: list[GroupView],
-        expected: Expected,
-        resident: bool,
-    ) -> bool:
-        """Whether it is the work for these, too. O(1): the same views are the same objects."""
-        return (
-            self.batch is batch
-            and self.expected is expected
-            and self.resident == resident
-            and now <= self.work.until
-            and self.groups == groups
-        )
-
 
 @dataclass(slots=True, frozen=True)
 class Outlook:
@@ -154,7 +137,8 @@ class Outlooks:
 
     def of(self, now: float, view: InstanceView, costs: Costs) -> dict[ModelName, ModelWork]:
         """The work for each model of the instance. O(1) for the view of the last question, else
-        O(groups + batches)."""
+        O(groups + batches) to look for changes, and O(groups + deadlines) of the models that have
+        changed, or whose figures hold no more."""
         known = self._of.get(view.id)
         if known is None or known.view is not view:
             known = self._of[view.id] = self._make(now, view, costs, known)
@@ -168,27 +152,34 @@ class Outlooks:
             short=self.precedence.is_left(now, view.id),
         )
         before = known.parts if known is not None and known.condition == condition else {}
-        groups: dict[ModelName, list[GroupView]] = {}
-        for batch in view.batches:
-            groups[batch.model] = []
+        batches = {batch.model: batch for batch in view.batches}
+        groups: dict[ModelName, list[GroupView]] = {model: [] for model in batches}
         for group in view.groups:
             model = group.model
             if model in groups:
                 groups[model].append(group)
             else:
                 groups[model] = [group]
-        batches = {batch.model: batch for batch in view.batches}
-        expect, resident = self._expectations.of, view.resident
         parts: dict[ModelName, Part] = {}
+        works: dict[ModelName, ModelWork] = {}
+        known_expected, resident = self._expectations.known, view.resident
         for model, its in groups.items():
-            expected = expect(model, now, costs)
             decoding, here = batches.get(model), model in resident
             part = before.get(model)
-            if part is None or not part.holds(now, decoding, its, expected, here):
+            # The same views are the same objects. No call, as this is asked of each model.
+            if (
+                part is None
+                or part.batch is not decoding
+                or part.expected is not known_expected.get(model)
+                or part.resident is not here
+                or part.work.until < now
+                or part.groups != its
+            ):
+                expected = self._expectations.of(model, now, costs)
                 work = self._work(now, model, decoding, its, expected, here, condition)
                 part = Part(decoding, its, expected, here, work)
             parts[model] = part
-        works = {model: part.work for model, part in parts.items()}
+            works[model] = part.work
         return Outlook(view, works, condition, parts)
 
     def _work(
