@@ -95,11 +95,11 @@ class UsageView(TableView):
         row = self.rows(context).get(key)
         if row is None:
             return None
-        told = context.state.answer(self._path).document or {}
+        answer = context.state.answer(self._path).document or {}
         mine = [
             budget
             for name, budgets in (("key", "budgets"), ("organization", "organization_budgets"))
-            for budget in told.get(budgets, ())
+            for budget in answer.get(budgets, ())
             if budget[name] == row.get(name)
         ]
         return details(row | {"budget": mine} if mine else row, context.theme)
