@@ -32,7 +32,7 @@ async def test_the_life_of_an_organization(house: House) -> None:
     house.add("alice")
     async with house.client("sk-operator") as client:
         made = await client.put("/api/organizations/acme", json={"concurrency": 2})
-        acme = {"name": "acme", **NONE, "concurrency": 2, "keys": [], "live": 0}
+        acme: dict[str, Any] = {"name": "acme", **NONE, "concurrency": 2, "keys": [], "live": 0}
         assert (made.status_code, made.json()) == (200, acme)
 
         key = await client.put("/api/keys/alice/organization", json={"organization": "acme"})
