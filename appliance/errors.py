@@ -5,7 +5,7 @@
     +-- CheckpointError      a checkpoint directory cannot be served
     +-- PullError            a model cannot be fetched: where it is, or what is there
     +-- KeysError            a file of API keys cannot be used, or a change of it cannot be made
-    |   +-- KeyExists, KeyNotFound, KeyFieldError
+    |   +-- KeyExists, KeyNotFound, KeyFieldError, OrganizationNotFound, OrganizationInUse
     +-- PolicyError          a policy cannot be loaded
     |   +-- PolicyChoiceError  a choice of policies cannot be used; lists every problem
     +-- CeilingsError        what a machine can do was not measured, or not on this machine
@@ -172,6 +172,24 @@ class KeyNotFound(KeysError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"there is no key {name!r}")
+
+
+class OrganizationNotFound(KeysError):
+    """There is no organization of this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no organization {name[:64]!r}")
+
+
+class OrganizationInUse(KeysError):
+    """An organization has keys, so it cannot be removed."""
+
+    def __init__(self, name: str, keys: Sequence[str]) -> None:
+        others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        super().__init__(
+            f"the organization {name!r} has keys: {keys[0]!r}{others}; revoke them, or assign them "
+            "to another one, first"
+        )
 
 
 class KeyFieldError(KeysError):

@@ -1,5 +1,5 @@
-"""Which requests of a key begin: its models, its tokens, its places, and its turn when there is no
-room."""
+"""Which requests of a key begin: its models, its tokens and its organization's, its places, and
+its turn when there is no room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from appliance.access.auth import Access, Caller, Forbidden, LimitMet, Used
 from appliance.access.fair_queue import FairQueue
 from appliance.access.keys import Key
 from appliance.access.places import Bounds, Line, Places
-from appliance.access.rate_limits import LimitRefusal, Meter
+from appliance.access.rate_limits import LimitRefusal, Meter, Reserved
 from appliance.checkpoints.adapters import SEPARATOR
 from appliance.engines.protocol import Produced
 from appliance.http.errors import BadRequest
@@ -173,39 +173,40 @@ class Admission:
 
     def _reason(self, metered: _Metered) -> WaitReason:
         if not metered.placed:
-            running = self._places.running(metered.key)
-            return WaitReason(
-                code=WaitCode.KEY,
-                message=f"its API key has as many sequences at once as it may ({running} of all "
-                "models): it begins after others of the key",
-            )
+            return WaitReason(code=WaitCode.KEY, message=self._full(metered))
         before = len(self._queue) - 1
         others = f", and {before} others wait with it" if before else ""
         message = f"the appliance is full{others}; the keys take turns"
         return WaitReason(code=WaitCode.TURN, message=message)
 
+    def _full(self, metered: _Metered) -> str:
+        """Who has no place for it."""
+        of = self._bounds(metered.meter, metered.request)
+        running = self._places.running_of(of.organization)
+        if of.of_organization is not None and running >= of.of_organization:
+            return (
+                f"the organization {of.organization!r} of its API key has as many sequences at "
+                f"once as it may ({running}): it begins after others of the organization"
+            )
+        running = self._places.running(metered.key)
+        return (
+            f"its API key has as many sequences at once as it may ({running} of all models): it "
+            "begins after others of the key"
+        )
+
     # --- what a key may ------------------------------------------------------------------------
 
-    def _reserve(self, meter: Meter, request: SubmitRequest) -> float:
-        bucket = meter.tokens
-        if bucket is not None and request.together_tokens > bucket.per_minute:
-            if request.pooled:
-                raise BadRequest(
-                    f"all texts together come to {request.together_tokens} tokens, but the API key "
-                    f"has {bucket.per_minute} per minute; send fewer or shorter ones",
-                    code="token_limit_exceeded",
-                )
-            raise BadRequest(
-                f"n: all answers together may come to {request.together_tokens} tokens, but the "
-                f"API key has {bucket.per_minute} per minute; ask for fewer or shorter ones",
-                "n",
-                "token_limit_exceeded",
-            )
+    def _reserve(self, meter: Meter, request: SubmitRequest) -> Reserved:
+        for counts in meter.counts():
+            bucket = counts.tokens
+            if bucket is not None and request.together_tokens > bucket.per_minute:
+                whose = "the API key" if counts is meter.own else "the organization of the API key"
+                raise _more_than_a_minute(request, whose, bucket.per_minute)
         tokens = len(request.prompt) + request.max_tokens
         together = request.together_tokens if request.pooled else 0
         reserved = meter.reserve(tokens, self._clock(), of_tokens=together)
         if isinstance(reserved, LimitRefusal):
-            self._metrics.refused(meter.key.name, reserved.limit)
+            self._metrics.refused(meter.key.name, reserved.named)
             raise LimitMet(reserved)
         return reserved
 
@@ -213,42 +214,59 @@ class Admission:
 
     def _place(self, metered: _Metered) -> None:
         """Give a sequence a place, or let it wait for one. Raises `QueueFull` if too many do."""
-        bounds = self._bounds(metered.meter.key, metered.request)
+        bounds = self._bounds(metered.meter, metered.request)
         if self._places.take(metered.key, metered.line, bounds):
-            metered.placed = True
+            metered.has_place(bounds)
             self._admit(metered)
         elif not self._places.wait(metered.key, metered.line, metered):
             self._metrics.refused(metered.name, WAITING)
             raise QueueFull(_FULL_SECONDS)
 
-    def _bounds(self, key: Key, request: SubmitRequest) -> Bounds:
+    def _bounds(self, meter: Meter, request: SubmitRequest) -> Bounds:
+        bounds = Bounds(meter.key.concurrency)
+        if meter.organization is not None:
+            of = meter.organization.of
+            bounds = bounds._replace(organization=of.name, of_organization=of.concurrency)
         if self._key_share >= 1 or not self._access.several_keys:
-            return Bounds(key.concurrency)
+            return bounds
         try:
             places = self._service.places(request.model)
         except ModelNotFound:  # it is removed: whether it may begin is then said by name
-            return Bounds()
+            return bounds._replace(of_key=None, of_organization=None)
         most = int(self._key_share * places.sequences)
         if request.pooled:
-            return Bounds(key.concurrency, max(most, _LEAST_POOLED))
-        return Bounds(key.concurrency, max(most, 1), _STARTING * places.instances)
+            return bounds._replace(of_model=max(most, _LEAST_POOLED))
+        return bounds._replace(of_model=max(most, 1), starting=_STARTING * places.instances)
 
     def _begin_placed(self) -> None:
-        """Let those go on that have a place now, and may wait for their turn then."""
-        for key in self._places.waiting_keys():
-            while self._has_room(key) and (metered := self._next_placed(key)) is not None:
-                metered.placed = True
-                try:
-                    self._admit(metered)
-                except Exception as error:
-                    metered.never_begins(_after_a_wait(error))
+        """Let those go on that have a place now, and may wait for their turn then. The keys of an
+        organization share its places, so each gets one at a time."""
+        keys = self._places.waiting_keys()
+        while keys:
+            keys = [key for key in keys if self._begin_next(key)]
+
+    def _begin_next(self, key: Hashable) -> bool:
+        """Let one of a key go on; False if none may."""
+        if not self._has_room(key) or (metered := self._next_placed(key)) is None:
+            return False
+        try:
+            self._admit(metered)
+        except Exception as error:
+            metered.never_begins(_after_a_wait(error))
+        return True
 
     def _has_room(self, key: Hashable) -> bool:
         """Whether another sequence of the key may wait for its turn."""
         return len(self._queue) < _MOST_WAITING and self._queue.has_room(key)
 
     def _next_placed(self, key: Hashable) -> _Metered | None:
-        return self._places.next(key, lambda first: self._bounds(first.meter.key, first.request))
+        def bounds(first: _Metered) -> Bounds:
+            return self._bounds(first.meter, first.request)
+
+        metered = self._places.next(key, bounds)
+        if metered is not None:
+            metered.has_place(bounds(metered))
+        return metered
 
     # --- whose turn it is ------------------------------------------------------------------------
 
@@ -353,7 +371,12 @@ class Admission:
         """Give its place back, if it has one."""
         if metered.placed:
             metered.placed = False
-            self._places.give_back(metered.key, metered.line, started=metered.started)
+            self._places.give_back(
+                metered.key,
+                metered.line,
+                started=metered.started,
+                organization=metered.organization,
+            )
 
     def now(self) -> float:
         return self._clock()
@@ -376,6 +399,7 @@ class _Metered:
         "key",
         "meter",
         "name",
+        "organization",
         "placed",
         "request",
         "reserved",
@@ -386,7 +410,7 @@ class _Metered:
         admission: Admission,
         request: SubmitRequest,
         sink: Sink,
-        reserved: float,
+        reserved: Reserved,
         meter: Meter,
         bill: list[Used] | None,
     ) -> None:
@@ -401,6 +425,8 @@ class _Metered:
         """Ends its wait for its turn, if it waits."""
         self.placed = False
         """Whether it has one of the places of its key."""
+        self.organization = ""
+        """The one that its place is of."""
         self._admission = admission
         self._sink = sink
         self._inner: Generation | None = None
@@ -426,6 +452,11 @@ class _Metered:
     def begun(self) -> bool:
         """Whether the appliance took it in."""
         return self._inner is not None
+
+    def has_place(self, bounds: Bounds) -> None:
+        """It has one, within these bounds."""
+        self.placed = True
+        self.organization = bounds.organization
 
     def begin(self, inner: Generation) -> None:
         """It has its turn."""
@@ -484,6 +515,23 @@ class _Metered:
 def _is_of(name: ModelName, model: ModelName) -> bool:
     """Whether what a client asked for is the model, or one of its adapters."""
     return name == model or name.startswith(f"{model}{SEPARATOR}")
+
+
+def _more_than_a_minute(request: SubmitRequest, whose: str, per_minute: int) -> BadRequest:
+    """The refusal of a request of which no minute has all tokens."""
+    tokens, code = request.together_tokens, "token_limit_exceeded"
+    if request.pooled:
+        return BadRequest(
+            f"all texts together come to {tokens} tokens, but {whose} has {per_minute} per "
+            "minute; send fewer or shorter ones",
+            code=code,
+        )
+    return BadRequest(
+        f"n: all answers together may come to {tokens} tokens, but {whose} has {per_minute} per "
+        "minute; ask for fewer or shorter ones",
+        "n",
+        code,
+    )
 
 
 def _as_allowed(

@@ -18,7 +18,8 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.access.keys import Key, KeyRing
 from appliance.access.keys import Scope as KeyScope
-from appliance.access.rate_limits import Bucket, LimitRefusal, Meter
+from appliance.access.organizations import Organization
+from appliance.access.rate_limits import Bucket, Counts, LimitRefusal, Meter, OrganizationCounts
 from appliance.http.cors import origin_allowed
 from appliance.http.errors import ApiError, BadRequest
 from appliance.observability.key_metrics import KeyMetrics, KeyUse
@@ -75,7 +76,7 @@ class Forbidden(ApiError):
 
 
 class LimitMet(ApiError):
-    """429: the key had enough for now."""
+    """429: the key, or its organization, had enough for now."""
 
     def __init__(self, refusal: LimitRefusal, headers: Iterable[tuple[str, str]] = ()) -> None:
         self.retry_after_seconds = refusal.retry_after_seconds
@@ -83,34 +84,49 @@ class LimitMet(ApiError):
         seconds = max(1, math.ceil(refusal.retry_after_seconds))
         super().__init__(
             429,
-            f"the limit of this key is reached: {refusal.bound} {unit}; try again in {seconds} s",
+            f"the limit of {_whose(refusal.organization)} is reached: {refusal.bound} {unit}; "
+            f"try again in {seconds} s",
             code="rate_limit_exceeded",
             headers={**dict(headers), "Retry-After": str(seconds)},
         )
 
 
 class BudgetSpent(ApiError):
-    """429: the key has spent its tokens of this month, or too many of them for what it asks."""
+    """429: the key, or its organization, has spent its tokens of this month, or too many of them
+    for what is asked."""
 
     def __init__(
-        self, budget: int, spent: int, needed: int, now: float, *, others_may_give_back: bool
+        self,
+        budget: int,
+        spent: int,
+        needed: int,
+        now: float,
+        *,
+        others_may_give_back: bool,
+        organization: str = "",
     ) -> None:
-        """`needed` is what the request may come to, and `now` Unix time. Others of the key that are
-        computed have reserved what they may need, and may give some of it back."""
+        """`needed` is what the request may come to, and `now` Unix time. Others that are computed
+        have reserved what they may need, and may give some of it back. Without an `organization`
+        the budget is the key's own."""
         renewal = renewal_of(now)
         seconds = 1 if others_may_give_back else max(1, math.ceil(renewal.timestamp() - now))
         message = (
-            f"the monthly budget of this key is {budget} tokens, {spent} are spent, and this "
-            f"request may need {needed}"
+            f"the monthly budget of {_whose(organization)} is {budget} tokens, {spent} are spent, "
+            f"and this request may need {needed}"
         )
         if others_may_give_back:
-            message += "; others of the key have reserved the rest: try again when they are over"
+            message += "; others have reserved the rest: try again when they are over"
         elif spent < budget:
             message += f"; ask for fewer (max_tokens), or wait: it renews on {renewal:%Y-%m-%d} UTC"
         else:
             message += f"; it renews on {renewal:%Y-%m-%d} UTC"
         headers = {"Retry-After": str(seconds)}
         super().__init__(429, message, code="insufficient_quota", headers=headers)
+
+
+def _whose(organization: str) -> str:
+    """Of a limit, in a message to a client."""
+    return f"the organization {organization!r} of this key" if organization else "this key"
 
 
 def renewal_of(now: float) -> datetime:
@@ -165,6 +181,12 @@ class Caller:
     @property
     def key(self) -> Key | None:
         return None if self.meter is None else self.meter.key
+
+    @property
+    def organization(self) -> Organization | None:
+        """The organization of the key."""
+        meter = self.meter
+        return None if meter is None or meter.organization is None else meter.organization.of
 
     def check_guides(self) -> None:
         """Raise `Forbidden` for a request with a guide, if the key has none."""
@@ -221,6 +243,8 @@ class Access:
         self._open_metrics = open_metrics
         self._operators_at: Path | None = None
         self._meters: dict[str, Meter] = {}
+        self._organizations: dict[str, OrganizationCounts] = {}
+        """By name, from the first request of one of its keys on."""
         self.metrics = KeyMetrics()
         """What keys have had; nothing where there are none."""
         self.several_keys = False
@@ -261,7 +285,7 @@ class Access:
         """Count another HTTP request of a caller, whose `end` is due later. Raises `LimitMet`."""
         meter = caller.meter
         if meter is not None and (refusal := meter.begin(self.clock())):
-            self.metrics.refused(meter.key.name, refusal.limit)
+            self.metrics.refused(meter.key.name, refusal.named)
             raise LimitMet(refusal, self.rate_headers(caller))
 
     def end(self, caller: Caller) -> None:
@@ -270,13 +294,17 @@ class Access:
             caller.meter.end()
 
     def rate_headers(self, caller: Caller) -> list[tuple[str, str]]:
-        """OpenAI's headers that say how much of its limits a caller has left."""
+        """OpenAI's headers that say how much of its limits, and its organization's, a caller has
+        left."""
         meter, headers = caller.meter, []
         if meter is not None:
             now = self.clock()
-            for name, bucket in (("requests", meter.requests), ("tokens", meter.tokens)):
-                if bucket is not None:
-                    headers += _headers(name, bucket, now)
+            for name in ("requests", "tokens"):
+                both = [getattr(counts, name) for counts in meter.counts()]
+                buckets: list[Bucket] = [bucket for bucket in both if bucket is not None]
+                if buckets:  # the one that ends first
+                    least = min(buckets, key=lambda bucket: bucket.remaining(now))
+                    headers += _headers(name, least, now)
         return headers
 
     def on_behalf_of(self, owner: str) -> Caller | None:
@@ -303,7 +331,12 @@ class Access:
         meter = self._meters.get(key.sha256)
         if meter is None:
             return None
-        return msgspec.structs.replace(self.metrics.use(key.name), live=meter.live)
+        return msgspec.structs.replace(self.metrics.use(key.name), live=meter.own.live)
+
+    def live_of(self, organization: str) -> int:
+        """Requests of an organization's keys that are being answered."""
+        counts = self._organizations.get(organization)
+        return 0 if counts is None else counts.live
 
     def is_open(self, path: str) -> bool:
         """Whether an endpoint needs no key."""
@@ -339,11 +372,35 @@ class Access:
     def _meter(self, key: Key) -> Meter:
         meter = self._meters.get(key.sha256)
         if meter is None:
-            meter = self._meters[key.sha256] = Meter(key, self.clock())
+            counts = self._counts_of(key)
+            meter = self._meters[key.sha256] = Meter(key, self.clock(), counts)
             self.metrics.know(key.name)
         elif meter.key is not key:
             meter.change(key, self.clock())
         return meter
+
+    def _counts_of(self, key: Key) -> OrganizationCounts | None:
+        """Those of the organization of a key."""
+        assert self.keys is not None
+        if (name := key.organization) is None:
+            return None
+        counts = self._organizations.get(name)
+        if counts is None:
+            held = self.keys.held_organizations[name]
+            counts = self._organizations[name] = Counts(held, self.clock(), name)
+        return counts
+
+    def _follow_organizations(self, keys: Mapping[str, Key]) -> None:
+        """Limits have changed, or keys belong to others, with what is being answered."""
+        assert self.keys is not None
+        known = self.keys.held_organizations
+        for name, counts in list(self._organizations.items()):
+            if name in known:
+                counts.change(known[name], self.clock())
+            else:
+                del self._organizations[name]
+        for sha256, meter in self._meters.items():
+            meter.join(self._counts_of(keys[sha256]))
 
     def _count(self, keys: Mapping[str, Key]) -> None:
         self.several_keys = sum(KeyScope.INFER in key.scopes for key in keys.values()) > 1
@@ -361,6 +418,7 @@ class Access:
         for meter in renamed:  # the name of one may have been another's
             meter.change(keys[meter.key.sha256], self.clock())
             self.metrics.know(meter.key.name)
+        self._follow_organizations(keys)
 
 
 class Authentication(ASGIMiddleware):

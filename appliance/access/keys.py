@@ -1,4 +1,5 @@
-"""API keys: what each allows, kept as hashes in a file that is read again when it changes.
+"""API keys: what each allows, kept as hashes in a file that is read again when it changes. The
+file has the organizations that keys belong to as well.
 
 A key is 256 random bits, shown once. The file holds its SHA-256: no attacker finds a preimage of
 that by trying, so a slow password hash would protect nothing and cost every request time.
@@ -20,12 +21,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from appliance.errors import KeyExists, KeyFieldError, KeyNotFound, KeysError
+from appliance.access.organizations import (
+    NAME_RULE,
+    Limit,
+    Name,
+    Organization,
+    unknown_organization,
+)
+from appliance.errors import (
+    KeyExists,
+    KeyFieldError,
+    KeyNotFound,
+    KeysError,
+    OrganizationInUse,
+    OrganizationNotFound,
+)
 from appliance.platform.checked_file import Damaged, read_checked, read_whole, write_checked
 from appliance.vocabulary import ModelName, RequestClass
 
@@ -48,8 +63,6 @@ log = logging.getLogger(__name__)
 _LIFETIME: Final = re.compile(r"([0-9]{1,6})([mhd])")
 _LIFETIME_SECONDS: Final = {"m": 60, "h": 3600, "d": 86_400}
 
-_Limit = Annotated[int, Meta(ge=1, le=2**53)]
-
 
 class Scope(StrEnum):
     """What a key opens: generating and listing models, or everything that an operator asks."""
@@ -61,7 +74,7 @@ class Scope(StrEnum):
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A key and what it allows. Times are Unix seconds; a limit that is None does not bind."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")]
+    name: Name
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     """Of the secret, in hexadecimal digits."""
     created_seconds: float
@@ -74,10 +87,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Whether a request may name a service level of its own."""
     guides: bool = True
     """Whether a request may have a guide, such as a JSON schema that its answer follows."""
-    requests_per_minute: _Limit | None = None
-    tokens_per_minute: _Limit | None = None
-    tokens_per_month: _Limit | None = None
-    concurrency: _Limit | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    tokens_per_month: Limit | None = None
+    concurrency: Limit | None = None
+    organization: Name | None = None
+    """Whose limits hold for it as well; None: it belongs to none."""
 
     def expired(self, now: float) -> bool:
         """Whether it is over at the Unix time `now`."""
@@ -99,10 +114,12 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     guides: bool = True
     expires: Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,6}[mhd]$"})] | None = None
     """After so long: ``30d``, ``12h``, ``90m``; never if it is left out."""
-    requests_per_minute: _Limit | None = None
-    tokens_per_minute: _Limit | None = None
-    tokens_per_month: _Limit | None = None
-    concurrency: _Limit | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    tokens_per_month: Limit | None = None
+    concurrency: Limit | None = None
+    organization: str | None = None
+    """The name of one that there is."""
 
 
 def lifetime_seconds(text: str) -> float:
@@ -133,20 +150,31 @@ def make_key(wanted: NewKey, now: float) -> tuple[Key, str]:
     try:
         return msgspec.convert(fields, Key), secret
     except msgspec.ValidationError as error:
-        rule = "begins with a letter or a digit, and has at most 64 of them and of ._@-"
-        raise KeyFieldError("name", rule) from error
+        field = "organization" if "$.organization" in str(error) else "name"
+        raise KeyFieldError(field, NAME_RULE) from error
 
 
 class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     version: int = _VERSION
     checksum: str | None = None
-    """Of `keys` as they are written, without white space; None in a file that was written by hand,
-    or by an earlier version."""
+    """Of `keys`, and of `organizations` if there are some, as they are written, without white
+    space; None in a file that was written by hand, or by an earlier version."""
     keys: msgspec.Raw = msgspec.Raw(b"[]")
+    organizations: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
     def sum(self) -> str:
-        plain = msgspec.json.format(bytes(self.keys), indent=-1)
+        parts = [self.keys]
+        if self.organizations is not msgspec.UNSET:
+            parts.append(self.organizations)
+        plain = b" ".join(msgspec.json.format(bytes(part), indent=-1) for part in parts)
         return f"{zlib.crc32(b'%d %b' % (self.version, plain)):08x}"
+
+
+class Contents(NamedTuple):
+    """What a file of keys has, in the order in which it was added."""
+
+    keys: tuple[Key, ...] = ()
+    organizations: tuple[Organization, ...] = ()
 
 
 def new_secret() -> str:
@@ -175,28 +203,34 @@ class KeyFile:
 
     def read(self) -> tuple[Key, ...]:
         """All keys, also expired ones; none if there is no file. Raises `KeysError`."""
-        return self._keys(read_whole)
+        return self.contents().keys
 
     def read_or_copy(self) -> tuple[Key, ...]:
         """The same, or those of the copy if the file is damaged."""
-        return self._keys(read_checked)
+        return self.contents_or_copy().keys
 
-    def _keys(
-        self, read: Callable[[Path, Callable[[bytes], list[Key]]], list[Key]]
-    ) -> tuple[Key, ...]:
+    def contents(self) -> Contents:
+        """All keys and organizations; none if there is no file. Raises `KeysError`."""
+        return self._contents(read_whole)
+
+    def contents_or_copy(self) -> Contents:
+        """Those of the copy, if the file is damaged."""
+        return self._contents(read_checked)
+
+    def _contents(self, read: Callable[[Path, Callable[[bytes], Contents]], Contents]) -> Contents:
         try:
             found = read(self.path, self._parsed)
         except FileNotFoundError:
-            return ()
+            return Contents()
         except OSError as error:
             raise KeysError(f"{self.path}: cannot be read: {error.strerror}") from error
         except Damaged as error:
             raise KeysError(f"{self.path}: {error}") from error
         self._check(found)
-        return tuple(found)
+        return found
 
-    def _parsed(self, data: bytes) -> list[Key]:
-        """The keys in a file. Raises `Damaged`, and `KeysError` for one of another version."""
+    def _parsed(self, data: bytes) -> Contents:
+        """What is in a file. Raises `Damaged`, and `KeysError` for one of another version."""
         if len(data) > MAX_FILE_BYTES:
             raise Damaged(f"is larger than {MAX_FILE_BYTES} bytes")
         try:
@@ -205,37 +239,81 @@ class KeyFile:
                 raise Damaged("its checksum differs (if you edited it, delete `checksum` in it)")
             if found.version != _VERSION:
                 raise KeysError(f"{self.path}: is of version {found.version}, not {_VERSION}")
-            return msgspec.json.decode(found.keys, type=list[Key])
+            keys = msgspec.json.decode(found.keys, type=tuple[Key, ...])
+            if found.organizations is msgspec.UNSET:
+                return Contents(keys)
+            kind = tuple[Organization, ...]
+            return Contents(keys, msgspec.json.decode(found.organizations, type=kind))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise Damaged(f"is no file of keys: {error}") from error
 
     def add(self, key: Key) -> None:
-        """Raises `KeyExists`, or `KeysError` if there are too many or the file cannot be
-        written."""
+        """Raises `KeyExists`, `KeyFieldError` for an organization that there is not, or `KeysError`
+        if there are too many or the file cannot be written."""
         with self._locked():
-            keys = self.read()
-            if any(other.name == key.name for other in keys):
+            found = self.contents()
+            if any(other.name == key.name for other in found.keys):
                 raise KeyExists(key.name)
-            self._write([*keys, key])
+            _check_organization(key.organization, found)
+            self._write(found._replace(keys=(*found.keys, key)))
 
     def remove(self, name: str) -> Key:
         """The key that was removed. Raises `KeyNotFound`, or `KeysError` if the file cannot be
         written."""
         with self._locked():
-            keys = self.read()
-            for key in keys:
-                if key.name == name:
-                    self._write([other for other in keys if other is not key])
-                    return key
-        raise KeyNotFound(name)
+            found = self.contents()
+            key = _named(name, found.keys)
+            left = tuple(other for other in found.keys if other is not key)
+            self._write(found._replace(keys=left))
+            return key
 
-    def _check(self, keys: Sequence[Key]) -> None:
-        if len(keys) > MAX_KEYS:
-            raise KeysError(f"{self.path}: more than {MAX_KEYS} keys")
+    def assign(self, name: str, organization: str | None) -> Key:
+        """The key of this name, which belongs to the organization from now on, or to none. Raises
+        as `add` does, and `KeyNotFound`."""
+        with self._locked():
+            found = self.contents()
+            key = _named(name, found.keys)
+            _check_organization(organization, found)
+            changed = msgspec.structs.replace(key, organization=organization)
+            keys = tuple(changed if other is key else other for other in found.keys)
+            self._write(found._replace(keys=keys))
+            return changed
+
+    def set_organization(self, organization: Organization) -> None:
+        """Add an organization, or give the one of this name its limits. Raises `KeysError`."""
+        with self._locked():
+            found = self.contents()
+            by_name = {each.name: each for each in found.organizations}
+            by_name[organization.name] = organization
+            self._write(found._replace(organizations=tuple(by_name.values())))
+
+    def remove_organization(self, name: str) -> None:
+        """Raises `OrganizationNotFound`, `OrganizationInUse`, or `KeysError` if the file cannot be
+        written."""
+        with self._locked():
+            found = self.contents()
+            left = tuple(each for each in found.organizations if each.name != name)
+            if len(left) == len(found.organizations):
+                raise OrganizationNotFound(name)
+            if its := [key.name for key in found.keys if key.organization == name]:
+                raise OrganizationInUse(name, its)
+            self._write(found._replace(organizations=left))
+
+    def _check(self, contents: Contents) -> None:
+        known = {each.name for each in contents.organizations}
+        if max(len(contents.keys), len(contents.organizations)) > MAX_KEYS:
+            raise KeysError(f"{self.path}: more than {MAX_KEYS} keys or organizations")
+        if len(known) < len(contents.organizations):
+            raise KeysError(f"{self.path}: has an organization more than once")
         names: set[str] = set()
-        for key in keys:
+        for key in contents.keys:
             if key.name in names:
                 raise KeysError(f"{self.path}: has more than one key {key.name!r}")
+            if key.organization is not None and key.organization not in known:
+                raise KeysError(
+                    f"{self.path}: the organization {key.organization!r} of the key {key.name!r} "
+                    "is not among its organizations"
+                )
             names.add(key.name)
 
     @contextmanager
@@ -265,9 +343,11 @@ class KeyFile:
             else:
                 return
 
-    def _write(self, keys: list[Key]) -> None:
-        self._check(keys)
-        file = _File(keys=msgspec.Raw(msgspec.json.encode(keys)))
+    def _write(self, contents: Contents) -> None:
+        self._check(contents)
+        file = _File(keys=msgspec.Raw(msgspec.json.encode(contents.keys)))
+        if contents.organizations:
+            file.organizations = msgspec.Raw(msgspec.json.encode(contents.organizations))
         file.checksum = file.sum()
         data = msgspec.json.format(msgspec.json.encode(file), indent=2)
         if len(data) > MAX_FILE_BYTES:  # it could not be read back
@@ -314,8 +394,12 @@ class KeyRing:
         self._seen = self._look()
         self._refused: object = None
         """What the file was when it could not be read, so that it is said once."""
-        self._keys = _by_digest(self.file.read_or_copy())
+        self._hold(self.file.contents_or_copy())
         self._listeners: list[Callable[[Mapping[str, Key]], None]] = []
+
+    def _hold(self, contents: Contents) -> None:
+        self._keys = {key.sha256: key for key in contents.keys}
+        self._organizations = {each.name: each for each in contents.organizations}
 
     def on_change(self, listener: Callable[[Mapping[str, Key]], None]) -> None:
         """Have `listener` called with all keys by their hashes when they have changed."""
@@ -325,6 +409,16 @@ class KeyRing:
         """The keys in the order of the file, also expired ones."""
         self._refresh()
         return tuple(self._keys.values())
+
+    def organizations(self) -> tuple[Organization, ...]:
+        """The organizations in the order of the file."""
+        self._refresh()
+        return tuple(self._organizations.values())
+
+    @property
+    def held_organizations(self) -> Mapping[str, Organization]:
+        """By name, of the same reading of the file as the key that was found last."""
+        return self._organizations
 
     def find(self, secret: str, now: float) -> Key | None:
         """The key that `secret` is, if it is one and the Unix time `now` is before its end."""
@@ -349,7 +443,7 @@ class KeyRing:
         if seen == self._seen:
             return
         try:
-            self._keys = _by_digest(self.file.read())
+            self._hold(self.file.contents())
         except KeysError as error:  # looked at again with the next request: it may be mended
             if seen != self._refused:
                 log.error("the keys were not reloaded: %s", error)
@@ -368,5 +462,16 @@ class KeyRing:
         return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
-def _by_digest(keys: Sequence[Key]) -> dict[str, Key]:
-    return {key.sha256: key for key in keys}
+def _named(name: str, keys: Sequence[Key]) -> Key:
+    """Raises `KeyNotFound`."""
+    for key in keys:
+        if key.name == name:
+            return key
+    raise KeyNotFound(name)
+
+
+def _check_organization(name: str | None, contents: Contents) -> None:
+    """Raises `KeyFieldError` for an organization that there is not."""
+    known = [each.name for each in contents.organizations]
+    if name is not None and name not in known:
+        raise unknown_organization(name, known)

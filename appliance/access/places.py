@@ -1,4 +1,5 @@
-"""How many sequences of a key run at once; more wait until others of their key end. Sans-IO.
+"""How many sequences of a key, and of its organization, run at once; more wait until others of
+them end. Sans-IO.
 
 One HTTP request may ask for more than a hundred sequences, so requests alone bound nothing.
 """
@@ -27,6 +28,10 @@ class Bounds(NamedTuple):
     """Of the key, of one model."""
     starting: int | None = None
     """Of the key, of one model and class, without their first tokens yet."""
+    organization: str = ""
+    """Of the key; "": it belongs to none."""
+    of_organization: int | None = None
+    """Of all keys of the organization, whatever models they are of."""
 
 
 class _Waiting(NamedTuple, Generic[_Item]):
@@ -47,7 +52,8 @@ class _OfKey(Generic[_Item]):
 
     def may_run(self, line: Line, bounds: Bounds) -> bool:
         counts = self.running.total(), self.running[line[0]], self.starting[line]
-        return all(bound is None or has < bound for has, bound in zip(counts, bounds, strict=True))
+        most = bounds.of_key, bounds.of_model, bounds.starting
+        return all(bound is None or has < bound for has, bound in zip(counts, most, strict=True))
 
     def run(self, line: Line) -> None:
         self.running[line[0]] += 1
@@ -69,6 +75,8 @@ class Places(Generic[_Item]):
         equal part."""
         self._most_waiting = most_waiting
         self._keys: dict[Hashable, _OfKey[_Item]] = {}
+        self._organizations: Counter[str] = Counter()
+        """How many places those have taken that have taken some."""
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -81,32 +89,43 @@ class Places(Generic[_Item]):
                 yield from (waiting.item for waiting in line)
 
     def waiting_keys(self) -> list[Hashable]:
-        """Those with waiting items."""
-        return [key for key, has in self._keys.items() if has.waiting]
+        """Those with waiting items, the key with the fewest places first."""
+        waiting = [key for key, has in self._keys.items() if has.waiting]
+        return sorted(waiting, key=self.running)
 
     def running(self, key: Hashable) -> int:
         """How many places a key has taken."""
         return self._keys[key].running.total() if key in self._keys else 0
 
+    def running_of(self, organization: str) -> int:
+        """How many places the keys of an organization have taken."""
+        return self._organizations[organization]
+
     def take(self, key: Hashable, line: Line, bounds: Bounds) -> bool:
         """Take a place, which is to be given back, if there is one that no earlier item of the line
-        waits for."""
+        waits for. One that was taken within an organization is given back to that."""
         has = self._keys.get(key)
         if has is None:
             has = self._keys[key] = _OfKey()
-        if line in has.waiting or not has.may_run(line, bounds):
+        if line in has.waiting or not self._may_run(has, line, bounds):
             self._tidy(key)
             return False
-        has.run(line)
+        self._run(has, line, bounds)
         return True
 
     def started(self, key: Hashable, line: Line) -> None:
         """A sequence that has a place has its first token."""
         self._keys[key].starting[line] -= 1
 
-    def give_back(self, key: Hashable, line: Line, *, started: bool) -> None:
+    def give_back(
+        self, key: Hashable, line: Line, *, started: bool, organization: str = ""
+    ) -> None:
         """A sequence that had a place is over; whether it had `started`."""
         has = self._keys[key]
+        if organization:
+            self._organizations[organization] -= 1
+            if not self._organizations[organization]:
+                del self._organizations[organization]
         has.running[line[0]] -= 1
         has.starting[line] -= not started
         self._tidy(key)
@@ -137,7 +156,7 @@ class Places(Generic[_Item]):
         if has is None:
             return None
         lines = has.waiting.items()
-        able = [line for line, items in lines if has.may_run(line, bounds(items[0].item))]
+        able = [line for line, items in lines if self._may_run(has, line, bounds(items[0].item))]
         line = min(able, key=lambda line: has.waiting[line][0].number, default=None)
         if line is None:
             return None
@@ -145,8 +164,18 @@ class Places(Generic[_Item]):
         item = items.popleft().item
         if not items:
             del has.waiting[line]
-        has.run(line)
+        self._run(has, line, bounds(item))
         return item
+
+    def _may_run(self, has: _OfKey[_Item], line: Line, bounds: Bounds) -> bool:
+        most = bounds.of_organization
+        full = most is not None and self._organizations[bounds.organization] >= most
+        return not full and has.may_run(line, bounds)
+
+    def _run(self, has: _OfKey[_Item], line: Line, bounds: Bounds) -> None:
+        has.run(line)
+        if bounds.organization:
+            self._organizations[bounds.organization] += 1
 
     def _tidy(self, key: Hashable) -> None:
         has = self._keys[key]

@@ -1,10 +1,13 @@
-"""Limits of a key: requests and tokens per minute, requests at once. Callers pass the time."""
+"""Limits of a key and of its organization: requests and tokens per minute, requests at once.
+Callers pass the time."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from appliance.access.keys import Key
+from appliance.access.organizations import Limited, Organization
 
 _MINUTE_SECONDS: Final = 60.0
 _NOTHING: Final = 1e-6
@@ -69,56 +72,147 @@ class LimitRefusal(NamedTuple):
     """``requests``, ``tokens`` or ``concurrency``."""
     bound: int
     retry_after_seconds: float
+    organization: str = ""
+    """Whose limit it is; "": the key's own."""
+
+    @property
+    def named(self) -> str:
+        """As metrics name it."""
+        return f"organization_{self.limit}" if self.organization else self.limit
 
 
 _CONCURRENCY_RETRY_SECONDS: Final = 1.0
 
+_Of = TypeVar("_Of", bound=Limited)
 
-class Meter:
-    """What one key has asked for lately, against its limits."""
 
-    def __init__(self, key: Key, now: float) -> None:
-        self.key = key
-        self.requests = _bucket(None, key.requests_per_minute, now)
-        self.tokens = _bucket(None, key.tokens_per_minute, now)
+class Counts(Generic[_Of]):
+    """What was asked for lately under the limits of a key, or of an organization."""
+
+    def __init__(self, of: _Of, now: float, organization: str = "") -> None:
+        """`organization` is its name, if it is one."""
+        self.of = of
+        self.requests = _bucket(None, of.requests_per_minute, now)
+        self.tokens = _bucket(None, of.tokens_per_minute, now)
         self.live = 0
         """Requests that are being answered."""
+        self._organization = organization
 
-    def change(self, key: Key, now: float) -> None:
-        """The key has other limits now; what has not changed goes on."""
-        self.key = key
-        self.requests = _bucket(self.requests, key.requests_per_minute, now)
-        self.tokens = _bucket(self.tokens, key.tokens_per_minute, now)
+    def change(self, of: _Of, now: float) -> None:
+        """There are other limits now; what has not changed goes on."""
+        self.of = of
+        self.requests = _bucket(self.requests, of.requests_per_minute, now)
+        self.tokens = _bucket(self.tokens, of.tokens_per_minute, now)
 
-    def begin(self, now: float) -> LimitRefusal | None:
-        """Count another request, whose `end` is due later; or say which limit forbids it."""
-        key = self.key
-        if key.concurrency is not None and self.live >= key.concurrency:
-            return LimitRefusal("concurrency", key.concurrency, _CONCURRENCY_RETRY_SECONDS)
-        if self.requests is not None:
-            if wait := self.requests.wait_seconds(1, now):
-                return LimitRefusal("requests", self.requests.per_minute, wait)
-            self.requests.take(1, now)
-        self.live += 1
+    def forbids(self, now: float) -> LimitRefusal | None:
+        """The limit that forbids another request."""
+        most = self.of.concurrency
+        if most is not None and self.live >= most:
+            return self._refusal("concurrency", most, _CONCURRENCY_RETRY_SECONDS)
+        if self.requests is not None and (wait := self.requests.wait_seconds(1, now)):
+            return self._refusal("requests", self.requests.per_minute, wait)
         return None
 
-    def end(self) -> None:
-        """A request that had begun was answered."""
-        self.live -= 1
+    def begin(self, now: float) -> None:
+        """Count another request."""
+        if self.requests is not None:
+            self.requests.take(1, now)
+        self.live += 1
 
-    def reserve(self, tokens: int, now: float, *, of_tokens: int = 0) -> float | LimitRefusal:
-        """Take what a sequence needs at most; if it is the first of several, only if there are
-        `of_tokens` for all. Answers what is to be said when it is settled."""
-        if self.tokens is None:
-            return 0.0
-        if wait := self.tokens.wait_seconds(max(tokens, of_tokens), now):
-            return LimitRefusal("tokens", self.tokens.per_minute, wait)
-        return self.tokens.take(tokens, now)
+    def forbids_tokens(self, tokens: int, now: float) -> LimitRefusal | None:
+        """The limit that forbids so many tokens at this moment."""
+        if self.tokens is not None and (wait := self.tokens.wait_seconds(tokens, now)):
+            return self._refusal("tokens", self.tokens.per_minute, wait)
+        return None
+
+    def take_tokens(self, tokens: int, now: float) -> float:
+        """What is to be said when they are settled."""
+        return 0.0 if self.tokens is None else self.tokens.take(tokens, now)
 
     def settle(self, reserved: float, tokens: int, now: float) -> None:
         """What had reserved so much came to so many tokens."""
         if self.tokens is not None:
             self.tokens.settle(tokens - reserved, now)
+
+    def _refusal(self, limit: str, bound: int, wait: float) -> LimitRefusal:
+        return LimitRefusal(limit, bound, wait, self._organization)
+
+
+OrganizationCounts: TypeAlias = Counts[Organization]
+
+
+class Reserved(NamedTuple):
+    """What a sequence took of the tokens of its key, and of its organization."""
+
+    of_key: float = 0.0
+    of_organization: float = 0.0
+    organization: OrganizationCounts | None = None
+    """Which it was when they were taken: its key may belong to another one at the end."""
+
+
+class Meter:
+    """What one key has asked for lately, against its limits and those of its organization."""
+
+    def __init__(
+        self, key: Key, now: float, organization: OrganizationCounts | None = None
+    ) -> None:
+        self.own = Counts(key, now)
+        self.organization = organization
+
+    @property
+    def key(self) -> Key:
+        return self.own.of
+
+    def change(self, key: Key, now: float) -> None:
+        """The key has other limits now; what has not changed goes on."""
+        self.own.change(key, now)
+
+    def join(self, organization: OrganizationCounts | None) -> None:
+        """The key belongs to an organization, or to none, with what is being answered."""
+        if organization is self.organization:
+            return
+        if self.organization is not None:
+            self.organization.live -= self.own.live
+        if organization is not None:
+            organization.live += self.own.live
+        self.organization = organization
+
+    def counts(self) -> Iterator[Counts[Key] | OrganizationCounts]:
+        """Those of the key, and those of its organization."""
+        yield self.own
+        if self.organization is not None:
+            yield self.organization
+
+    def begin(self, now: float) -> LimitRefusal | None:
+        """Count another request, whose `end` is due later; or say which limit forbids it."""
+        for counts in self.counts():
+            if refusal := counts.forbids(now):
+                return refusal
+        for counts in self.counts():
+            counts.begin(now)
+        return None
+
+    def end(self) -> None:
+        """A request that had begun was answered."""
+        for counts in self.counts():
+            counts.live -= 1
+
+    def reserve(self, tokens: int, now: float, *, of_tokens: int = 0) -> Reserved | LimitRefusal:
+        """Take what a sequence needs at most; if it is the first of several, only if there are
+        `of_tokens` for all. Answers what is to be said when it is settled."""
+        for counts in self.counts():
+            if refusal := counts.forbids_tokens(max(tokens, of_tokens), now):
+                return refusal
+        of_key, organization = self.own.take_tokens(tokens, now), self.organization
+        if organization is None:
+            return Reserved(of_key)
+        return Reserved(of_key, organization.take_tokens(tokens, now), organization)
+
+    def settle(self, reserved: Reserved, tokens: int, now: float) -> None:
+        """What had reserved so much came to so many tokens."""
+        self.own.settle(reserved.of_key, tokens, now)
+        if reserved.organization is not None:
+            reserved.organization.settle(reserved.of_organization, tokens, now)
 
 
 def _bucket(old: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:

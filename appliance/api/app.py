@@ -15,6 +15,7 @@ from appliance.api.admin.events import event_routes
 from appliance.api.admin.instances import instance_routes
 from appliance.api.admin.keys import key_routes
 from appliance.api.admin.models import model_admin_routes
+from appliance.api.admin.organizations import organization_routes
 from appliance.api.admin.policies import policy_routes
 from appliance.api.admin.requests import request_routes
 from appliance.api.admin.usage import usage_routes
@@ -61,13 +62,12 @@ def create_app(
 ) -> Litestar:
     """What the core itself answers, for any ASGI server: all but what front ends do.
 
-    Without `settings` there is no configuration to look at or to change.
-    While an open stream has nothing to say, it is kept alive every `keep_alive_seconds`. Without
-    `access` no key is needed. `admission` knows the requests that wait for their turn. `batches`
-    run as long as the application lives (ASGI's lifespan); without them there are no files either.
-    `responses` are those that front ends stored. Bodies of requests that are held at once have
-    `max_bodies_bytes` at most; `bodies` are those that front ends hold. The `ledger` says what keys
-    used.
+    Without `settings` there is no configuration to look at or to change, without `access` no key is
+    needed. An open stream that has nothing to say is kept alive every `keep_alive_seconds`.
+    `admission` knows the requests that wait for their turn. `batches` run as long as the
+    application lives (ASGI's lifespan); without them there are no files. `responses` are those that
+    front ends stored. Bodies that are held at once have `max_bodies_bytes` at most; `bodies` are
+    those that front ends hold. The `ledger` says what keys used.
     """
     budget = BodyBudget(max_bodies_bytes)
     access = Access() if access is None else access
@@ -87,6 +87,7 @@ def create_app(
             *request_routes(service, lambda: [*budget.coming(), *bodies()]),
             *instance_routes(service),
             *key_routes(service, access),
+            *organization_routes(access),
             *usage_routes(ledger, access),
             *model_admin_routes(service, settings),
             *([] if settings is None else config_routes(service, settings)),

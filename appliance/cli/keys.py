@@ -1,18 +1,20 @@
-"""`appliance key`: make, list and revoke API keys, in the file that a running daemon watches."""
+"""`appliance key`: API keys and the organizations that they belong to, in the file that a running
+daemon watches."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
 
 from appliance.access.keys import Key, KeyFile, NewKey, Scope, lifetime_seconds, make_key
+from appliance.access.organizations import Limited, Limits, make_organization
 from appliance.checkpoints.adapters import full_name
 from appliance.cli.options import config_option
 from appliance.cli.output import json_option, print_json, print_table
@@ -45,6 +47,29 @@ file_option = click.option(
 )  # fmt: skip
 limit = click.IntRange(min=1, max=2**53)
 
+BOUNDS = ("RPM", "TPM", "MONTHLY", "AT ONCE")
+"""Columns of limits."""
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def limit_options(command: _Command) -> _Command:
+    """The limits that a key, or an organization, may have."""
+    for option in (
+        click.option("--concurrency", type=limit, help="Requests at once."),
+        click.option(
+            "--tokens-per-month", type=limit,
+            help="Prompts and answers together, of a calendar month in UTC; it needs "
+            "usage.directory.",
+        ),
+        click.option(
+            "--tokens-per-minute", type=limit, help="Prompts and answers together."
+        ),
+        click.option("--requests-per-minute", type=limit),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
 
 @click.group()
 def key() -> None:
@@ -72,13 +97,10 @@ def key() -> None:
     help="Its requests may have no guides: schemas, grammars, tools that must be called.",
 )  # fmt: skip
 @click.option("--expires", "lifetime", type=DurationType(), help="After so long: 30d, 12h, 90m.")
-@click.option("--requests-per-minute", type=limit)
-@click.option("--tokens-per-minute", type=limit, help="Prompts and answers together.")
+@limit_options
 @click.option(
-    "--tokens-per-month", type=limit,
-    help="Prompts and answers together, of a calendar month in UTC; it needs usage.directory.",
-)  # fmt: skip
-@click.option("--concurrency", type=limit, help="Requests at once.")
+    "--organization", metavar="NAME", help="Whose limits hold for all of its keys together."
+)
 @its_config
 @file_option
 @json_option
@@ -90,13 +112,11 @@ def create(
     slo: bool,
     no_guides: bool,
     lifetime: str | None,
-    requests_per_minute: int | None,
-    tokens_per_minute: int | None,
-    tokens_per_month: int | None,
-    concurrency: int | None,
+    organization: str | None,
     config: Path,
     file: Path | None,
     as_json: bool,
+    **limits: int | None,
 ) -> None:
     """Make the key NAME, and print it: this is the only time that it is shown."""
     keys = _keys(config, file)
@@ -110,17 +130,14 @@ def create(
         slo=slo,
         guides=not no_guides,
         expires=lifetime,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        tokens_per_month=tokens_per_month,
-        concurrency=concurrency,
+        organization=organization,
+        **limits,
     )
     try:
         made, secret = make_key(wanted, time.time())
-    except KeyFieldError as error:
-        raise click.BadParameter(error.wrong, param_hint=error.field.upper()) from error
-    try:
         keys.add(made)
+    except KeyFieldError as error:
+        raise click.BadParameter(error.wrong, param_hint=_hint(error)) from error
     except KeysError as error:
         fail(str(error))
     if as_json:
@@ -152,17 +169,13 @@ def list_keys(config: Path, file: Path | None, as_json: bool) -> None:
             ",".join(each.classes),
             _date(each.created_seconds),
             "expired" if each.expired(now) else _date(each.expires_seconds),
-            *(_bound(n) for n in (
-                each.requests_per_minute,
-                each.tokens_per_minute,
-                each.tokens_per_month,
-                each.concurrency,
-            )),
+            *_bounds(each),
+            each.organization or "-",
         ]
         for each in found
-    ]  # fmt: skip
+    ]
     columns = ["NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES"]
-    print_table([*columns, "RPM", "TPM", "MONTHLY", "AT ONCE"], rows)
+    print_table([*columns, *BOUNDS, "ORGANIZATION"], rows)
 
 
 @key.command()
@@ -176,6 +189,96 @@ def revoke(name: str, config: Path, file: Path | None) -> None:
     except KeysError as error:
         fail(str(error))
     click.echo(f"{name} is revoked")
+
+
+@key.command()
+@click.argument("name")
+@click.option("--organization", metavar="NAME", help="The organization it is to belong to.")
+@click.option("--no-organization", is_flag=True, help="It belongs to none from now on.")
+@its_config
+@file_option
+def assign(
+    name: str, organization: str | None, no_organization: bool, config: Path, file: Path | None
+) -> None:
+    """Have the key NAME belong to another organization, or to none."""
+    if (organization is not None) == no_organization:
+        raise click.UsageError("give --organization or --no-organization")
+    try:
+        _keys(config, file).assign(name, organization)
+    except KeyFieldError as error:
+        raise click.BadParameter(error.wrong, param_hint=_hint(error)) from error
+    except KeysError as error:
+        fail(str(error))
+    click.echo(f"{name} belongs to {organization or 'no organization'}")
+
+
+@key.group()
+def organization() -> None:
+    """Set, list and remove organizations: limits of several keys together."""
+
+
+@organization.command(name="set")
+@click.argument("name")
+@limit_options
+@its_config
+@file_option
+def set_organization(name: str, config: Path, file: Path | None, **limits: int | None) -> None:
+    """Give the organization NAME its limits; it may be new. What is left out does not bind."""
+    try:
+        _keys(config, file).set_organization(make_organization(name, Limits(**limits)))
+    except KeyFieldError as error:
+        raise click.BadParameter(error.wrong, param_hint=_hint(error)) from error
+    except KeysError as error:
+        fail(str(error))
+    shown = ", ".join(
+        f"{each.replace('_', ' ')} {n}" for each, n in limits.items() if n is not None
+    )
+    click.echo(f"{name}: {shown or 'no limits'}")
+
+
+@organization.command(name="list")
+@its_config
+@file_option
+@json_option
+def list_organizations(config: Path, file: Path | None, as_json: bool) -> None:
+    """List the organizations, their limits and their keys."""
+    try:
+        found = _keys(config, file).contents()
+    except KeysError as error:
+        fail(str(error))
+    keys = {
+        each.name: [one.name for one in found.keys if one.organization == each.name]
+        for each in found.organizations
+    }
+    if as_json:
+        organizations = found.organizations
+        print_json(
+            [msgspec.to_builtins(each) | {"keys": keys[each.name]} for each in organizations]
+        )
+        return
+    rows = [
+        [each.name, *_bounds(each), ",".join(keys[each.name]) or "-"]
+        for each in found.organizations
+    ]
+    print_table(["NAME", *BOUNDS, "KEYS"], rows)
+
+
+@organization.command(name="remove")
+@click.argument("name")
+@its_config
+@file_option
+def remove_organization(name: str, config: Path, file: Path | None) -> None:
+    """Remove the organization NAME, which has no keys any more."""
+    try:
+        _keys(config, file).remove_organization(name)
+    except KeysError as error:
+        fail(str(error))
+    click.echo(f"{name} is removed")
+
+
+def _hint(error: KeyFieldError) -> str:
+    """The argument or the option that is wrong."""
+    return "--organization" if error.field == "organization" else error.field.upper()
 
 
 def _check_models(models: Sequence[str], config: Path) -> None:
@@ -222,5 +325,7 @@ def _date(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%MZ")
 
 
-def _bound(limit: int | None) -> str:
-    return "-" if limit is None else str(limit)
+def _bounds(of: Limited) -> list[str]:
+    """In the order of `BOUNDS`."""
+    limits = of.requests_per_minute, of.tokens_per_minute, of.tokens_per_month, of.concurrency
+    return ["-" if each is None else str(each) for each in limits]

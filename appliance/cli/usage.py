@@ -17,7 +17,8 @@ PATH = "/api/usage"
 @click.command()
 @click.option(
     "--by", default="key,model", show_default=True, metavar="NAMES",
-    help="What to add up by, with commas in between: key, model, day, month, outcome.",
+    help="What to add up by, with commas in between: key, organization, model, day, month, "
+    "outcome.",
 )  # fmt: skip
 @click.option(
     "--since", metavar="DATE", help="The first day (UTC): 2026-11-01, or 30d for 30 days ago."
@@ -42,16 +43,22 @@ def usage(
         print_json(found)
         return
     names = found["by"]
-    rows = [[row[name] or "(no key)" for name in names] + _amounts(row) for row in found["rows"]]
+    rows = [[_named(row, name) for name in names] + _amounts(row) for row in found["rows"]]
     if found["total"] is not None and len(rows) > 1:
         rows.append(["total", *[""] * (len(names) - 1), *_amounts(found["total"])])
     columns = ["REQUESTS", "INPUT", "CACHED", "OUTPUT", "GPU SECONDS", "WAITED"]
     print_table([*map(str.upper, names), *columns], rows)
-    for budget in found["budgets"]:
+    budgets = [*found["budgets"], *found.get("organization_budgets", ())]
+    for budget in budgets:
+        named = budget.get("key") or f"organization {budget['organization']}"
         click.echo(
-            f"{budget['key']}: {budget['spent_tokens']} of {budget['tokens_per_month']} tokens of "
+            f"{named}: {budget['spent_tokens']} of {budget['tokens_per_month']} tokens of "
             f"this month are spent; it renews on {budget['renews']}"
         )
+
+
+def _named(row: dict[str, Any], name: str) -> str:
+    return str(row[name]) or ("(none)" if name == "organization" else "(no key)")
 
 
 def _amounts(row: dict[str, Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from appliance.config.checks import check_keys, read_checkpoints
 from appliance.config.groups import plan_instances
 from appliance.config.layers import read_layers
 from appliance.config.problems import ProblemReport
-from appliance.config.remedies import shown, unit_forgotten, wrong_and_remedy
+from appliance.config.remedies import instead_of_key, shown, unit_forgotten, wrong_and_remedy
 from appliance.config.schema import (
     Adapter,
     Config,
@@ -102,7 +102,7 @@ def _read_section(kind: type[S], table: object, at: KeyPath, report: ProblemRepo
     known = fields(kind)
     for key in table:
         if key not in known:
-            report.add((*at, key), "unknown key", nearest(key, known))
+            report.add((*at, key), "unknown key", instead_of_key(kind, key) or nearest(key, known))
     values: dict[str, Any] = {}
     for key, field in known.items():
         if key in table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from appliance.config.schema import choices, may_be_auto, plain_type
+from appliance.config.schema import Model, choices, may_be_auto, plain_type
 from appliance.errors import alternatives
 from appliance.platform.admin_socket import AUTO
 from appliance.units import Bytes, Seconds, toml
@@ -17,6 +17,16 @@ _SHORT: Final = re.compile(r"(\d+)\s*([km]?)i?", re.IGNORECASE)
 _BOOLEANS: Final = {"true": "true", "yes": "true", "on": "true", "1": "true"} | {
     "false": "false", "no": "false", "off": "false", "0": "false",
 }  # fmt: skip
+
+
+def instead_of_key(kind: type, key: str) -> str | None:
+    """What does what an unknown key of this section does elsewhere; None if that is not known."""
+    if kind is Model and key == "keep_alive":  # Ollama's
+        return (
+            "weights stay until other models need their memory; pin = true keeps them in host "
+            "memory, load = true loads them at the start"
+        )
+    return None
 
 
 def wrong_and_remedy(kind: Any, value: object, error: str) -> tuple[str, str]:

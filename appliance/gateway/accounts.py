@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -26,8 +26,29 @@ from appliance.vocabulary import FinishReason, ModelName, RequestId
 MICROSECONDS: Final = 1e6
 BUDGET: Final = "budget"
 """The limit of a key whose month is spent, in metrics."""
+ORGANIZATION_BUDGET: Final = "organization_budget"
+"""That of its organization."""
 
 _COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class _Budget(NamedTuple):
+    """Tokens of a month that a key, or the keys of an organization together, may spend."""
+
+    tokens: int
+    key: str
+    organization: str = ""
+    """"": it is the key's own."""
+
+    @property
+    def limit(self) -> str:
+        """As metrics name it."""
+        return ORGANIZATION_BUDGET if self.organization else BUDGET
+
+    @property
+    def whose(self) -> str:
+        name = self.organization
+        return f"the organization {name!r} of its key" if name else "its key"
 
 
 class Accounts:
@@ -42,66 +63,92 @@ class Accounts:
         self.wall_clock = access.wall_clock
         self._access = access
         self._reserved: Counter[str] = Counter()
+        """Of each key."""
+        self._reserved_of: Counter[str] = Counter()
+        """Of each organization."""
         self._run = uuid.uuid4().hex
         self._numbers = count(1)
 
     def open(self, caller: Caller, line: str = "") -> Account:
         """The account of a call. `line` is the id of a line of a batch, which is the same when the
         line is asked again."""
-        return Account(self, "" if caller.key is None else caller.key.name, caller, line)
+        return Account(self, caller, line)
 
     def next_id(self) -> str:
         """Of an entry; no other run of the appliance has it."""
         return f"{self._run}-{next(self._numbers)}"
 
-    def reserve(self, caller: Caller, tokens: int, together: int) -> int:
-        """Tokens that the key of a caller may spend; the first of several sequences says how many
-        all of them need `together`. Raises `ApiError` if the month's budget has not that many, or
-        has never that many, or if nothing can be counted."""
+    def reserve(self, account: Account, tokens: int, together: int) -> int:
+        """Tokens that a key may spend, also of its organization's; the first of several sequences
+        says how many all of them need `together`. They are to be given back.
+        Raises `ApiError` if a budget of the month has not that many, or has never that many, or if
+        nothing can be counted."""
         if self.ledger is not None and self.ledger.full:
             message = "usage cannot be written down: the disk of the ledger takes no more data"
             raise ApiError(503, message, code="usage_not_counted", headers={"Retry-After": "5"})
-        key = caller.key
-        if key is None or key.tokens_per_month is None:
+        budgets = account.budgets
+        if not budgets:
             return 0
+        for budget in budgets:
+            self._check(budget, max(tokens, together))
+        self.give_back(account, -tokens)
+        return tokens
+
+    def _check(self, budget: _Budget, needed: int) -> None:
+        """Raise `ApiError` if a budget does not have what is needed."""
         if self.ledger is None:
+            owner = "this key" if not budget.organization else "the organization of this key"
             message = (
-                "this key has a monthly budget, but the appliance keeps no ledger to count it: "
+                f"{owner} has a monthly budget, but the appliance keeps no ledger to count it: "
                 "usage.directory has to be set"
             )
             raise ApiError(503, message, code="budget_not_counted")
-        needed = max(tokens, together)
-        if needed > key.tokens_per_month:
-            self._access.metrics.refused(key.name, BUDGET)
+        if needed > budget.tokens:
+            self._access.metrics.refused(budget.key, budget.limit)
             message = (
-                f"this request may need {needed} tokens, and the whole monthly budget of its key "
-                f"is {key.tokens_per_month}: ask for fewer (max_tokens), or have its "
+                f"this request may need {needed} tokens, and the whole monthly budget of "
+                f"{budget.whose} is {budget.tokens}: ask for fewer (max_tokens), or have its "
                 "tokens_per_month raised"
             )
             raise BadRequest(message, code="more_than_budget")
         now = self.wall_clock()
-        spent = self.ledger.spent_tokens(key.name, month_of(now))
-        if spent + self._reserved[key.name] + needed > key.tokens_per_month:
-            self._access.metrics.refused(key.name, BUDGET)
-            passes = spent + needed <= key.tokens_per_month
-            raise BudgetSpent(key.tokens_per_month, spent, needed, now, others_may_give_back=passes)
-        self._reserved[key.name] += tokens
-        return tokens
+        if budget.organization:
+            spent = self.ledger.spent_tokens_of(budget.organization, month_of(now))
+            reserved = self._reserved_of[budget.organization]
+        else:
+            spent = self.ledger.spent_tokens(budget.key, month_of(now))
+            reserved = self._reserved[budget.key]
+        if spent + reserved + needed > budget.tokens:
+            self._access.metrics.refused(budget.key, budget.limit)
+            raise BudgetSpent(
+                budget.tokens,
+                spent,
+                needed,
+                now,
+                others_may_give_back=spent + needed <= budget.tokens,
+                organization=budget.organization,
+            )
 
-    def give_back(self, key: str, tokens: int) -> None:
+    def give_back(self, account: Account, tokens: int) -> None:
         """What was reserved is charged, or not needed."""
-        self._reserved[key] -= tokens
-        if not self._reserved[key]:
-            del self._reserved[key]
+        of_key, of_organization = self._reserved, self._reserved_of
+        for counter, name in ((of_key, account.key), (of_organization, account.organization)):
+            counter[name] -= tokens
+            if not counter[name]:
+                del counter[name]
 
 
 class Account:
     """What one call comes to: each of its sequences is an entry of the ledger, or all together are
     one, if the call is a line of a batch."""
 
-    def __init__(self, accounts: Accounts, key: str, caller: Caller, line: str) -> None:
+    def __init__(self, accounts: Accounts, caller: Caller, line: str) -> None:
         self.accounts = accounts
-        self.key = key
+        self.key = "" if caller.key is None else caller.key.name
+        of = caller.organization
+        self.organization = "" if of is None else of.name
+        """Until its end, also if the key belongs to another one meanwhile."""
+        self._of = of
         self.line = line
         self.charges: dict[RequestId, Charge] = {}
         self._caller = caller
@@ -110,13 +157,23 @@ class Account:
         self._model: ModelName = ""
         self._reserved = 0
 
+    @property
+    def budgets(self) -> list[_Budget]:
+        """Those that its sequences are within."""
+        key, of, found = self._caller.key, self._of, []
+        if key is not None and key.tokens_per_month is not None:
+            found.append(_Budget(key.tokens_per_month, self.key))
+        if of is not None and of.tokens_per_month is not None:
+            found.append(_Budget(of.tokens_per_month, self.key, of.name))
+        return found
+
     def begin(self, frame: Submit) -> Charge:
         """A sequence is asked for. Raises `ApiError` if its key may not have it."""
         input_tokens = len(frame.prompt) if frame.counts_prompt else 0
         tokens = input_tokens + frame.max_tokens
         # The first of several choices asks for all of them.
         together = frame.together_tokens if frame.counts_prompt else 0
-        reserved = self.accounts.reserve(self._caller, tokens, together)
+        reserved = self.accounts.reserve(self, tokens, together)
         charge = Charge(self, frame.asked or frame.model, frame.request, input_tokens, reserved)
         self.charges[frame.request] = charge
         return charge
@@ -138,7 +195,7 @@ class Account:
             go_on()
         else:
             ledger.record(entry, go_on)
-            self.accounts.give_back(self.key, charge.reserved)
+            self.accounts.give_back(self, charge.reserved)
         charge.reserved = 0
 
     def close_line(self, outcome: str, go_on: Callable[[], None]) -> None:
@@ -150,8 +207,12 @@ class Account:
             go_on()
         else:
             ended = self.accounts.wall_clock()
-            ledger.record(Entry(self.line, ended, self.key, self._model, outcome, sums), go_on)
-        self.accounts.give_back(self.key, self._reserved)
+            entry = Entry(
+                self.line, ended, self.key, self._model, outcome, sums,
+                organization=self.organization,
+            )  # fmt: skip
+            ledger.record(entry, go_on)
+        self.accounts.give_back(self, self._reserved)
         self._reserved = 0
 
 
@@ -232,6 +293,7 @@ class Charge:
                 waiting_microseconds=round(waited * MICROSECONDS),
             ),
             request=self._request,
+            organization=self._account.organization,
         )
         settled, self._settled = self._settled, _nothing
 
@@ -244,7 +306,7 @@ class Charge:
     def drop(self) -> None:
         """It was never computed, or is over. Idempotent."""
         self.over = True
-        self._account.accounts.give_back(self._account.key, self.reserved)
+        self._account.accounts.give_back(self._account, self.reserved)
         self.reserved = 0
         settled, self._settled = self._settled, _nothing
         settled()

@@ -19,6 +19,8 @@ from appliance.errors import (
     KeyNotFound,
     KeysError,
     NotSaved,
+    OrganizationInUse,
+    OrganizationNotFound,
     PolicyChoiceError,
     PullError,
 )
@@ -111,6 +113,8 @@ _AS_THEY_ARE: Final[tuple[tuple[type[BaseException], int, str, str | None], ...]
     (CheckpointError, 422, "checkpoint", "path"),
     (PullError, 422, "checkpoint", "path"),
     (KeyNotFound, 404, "key_not_found", "name"),
+    (OrganizationNotFound, 404, "organization_not_found", "name"),
+    (OrganizationInUse, 409, "organization_in_use", "name"),
     (NothingPrevious, 409, "nothing_previous", None),
 )
 """Errors whose messages are answered as they are: status, code, and the field that is wrong."""

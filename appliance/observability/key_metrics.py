@@ -46,8 +46,9 @@ class KeyMetrics:
         self._refusals = self.registry.counter(
             "appliance_key_rejections",
             "Requests of a key that got 429; `limit` is `requests`, `tokens`, `concurrency`, "
-            "`budget` for the tokens of a month, or `waiting` if too many of its requests wait, or "
-            "one has waited too long.",
+            "`budget` for the tokens of a month, one of these with `organization_` in front if it "
+            "is that of its organization, or `waiting` if too many of its requests wait, or one "
+            "has waited too long.",
             "key",
             "limit",
         )

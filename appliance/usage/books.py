@@ -38,7 +38,26 @@ MIGRATIONS: Final = (
         checksum INTEGER NOT NULL
     )
     """,
+    """
+    CREATE TABLE organization_usage (  -- what was used within organizations, in no other table
+        day INTEGER NOT NULL,
+        key TEXT NOT NULL,
+        model TEXT NOT NULL,
+        outcome TEXT NOT NULL,
+        organization TEXT NOT NULL,
+        requests INTEGER NOT NULL,
+        input_tokens INTEGER NOT NULL,
+        cached_tokens INTEGER NOT NULL,
+        output_tokens INTEGER NOT NULL,
+        device_microseconds INTEGER NOT NULL,
+        waiting_microseconds INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        PRIMARY KEY (day, key, model, outcome, organization)
+    ) WITHOUT ROWID
+    """,
 )
+TABLES: Final = ("usage", "organization_usage")
+"""Those with sums: of keys without an organization, and of the others."""
 
 RECENT_SECONDS: Final = 49 * 3600.0
 """How long an entry can be replaced: a line of a batch may be asked again until its day is over."""
@@ -61,37 +80,49 @@ class Plan(NamedTuple):
     @property
     def changes(self) -> list[Change]:
         """The same as rows of the database."""
-        found: list[Change] = [Delete("usage", (day,)) for day in sorted(self.dropped)]
+        found: list[Change] = [
+            Delete(table, (day,)) for day in sorted(self.dropped) for table in TABLES
+        ]
         for cell, amounts in self.cells.items():
             if cell.day in self.dropped:
                 continue
             values = msgspec.structs.astuple(amounts)
-            found.append(Put("usage", (*cell, *values)) if amounts else Delete("usage", cell))
+            table, key = _row(cell)
+            found.append(Put(table, (*key, *values)) if amounts else Delete(table, key))
         found.append(Put("recent", (self.number, msgspec.msgpack.encode(self.entries))))
         return found
 
 
 class Books:
-    """Sums by day, key, model and outcome, and the entries that came lately. An entry costs O(1);
-    rows leave when they are older than `months` whole months, or when there are more than
-    `max_rows`: then whole days do, the oldest first. Those of this month stay, as budgets count
-    them: there are at most 31 days of each key, model and outcome."""
+    """Sums by day, key, model, outcome and organization, and the entries that came lately. An entry
+    costs O(1); rows leave when they are older than `months` whole months, or when there are more
+    than `max_rows`: then whole days do, the oldest first. Those of this month stay, as budgets
+    count them: there are at most 31 days of each key, model, outcome and organization."""
 
     def __init__(
-        self, *, months: int, max_rows: int, rows: Iterable[Row] = (), recent: Iterable[Row] = ()
+        self,
+        *,
+        months: int,
+        max_rows: int,
+        rows: Iterable[Row] = (),
+        of_organizations: Iterable[Row] = (),
+        recent: Iterable[Row] = (),
     ) -> None:
-        """`rows` and `recent` are those of the database's tables."""
+        """`rows`, `of_organizations` and `recent` are those of the database's tables."""
         self._months = months
         self._max_rows = max_rows
         self._cells: dict[Cell, Amounts] = {}
         self._days: Counter[int] = Counter()
         self._spent: Counter[tuple[str, str]] = Counter()
+        self._spent_of: Counter[tuple[str, str]] = Counter()
+        """By organization and month; that above is by key and month."""
         self._recent: dict[str, Entry] = {}
         self._transactions: deque[tuple[int, tuple[Entry, ...]]] = deque()
         self._recent_count = 0
-        for row in rows:
-            cell, amounts = msgspec.convert((row[:4], row[4:]), tuple[Cell, Amounts])
-            self._set(cell, amounts)
+        for found, size in ((rows, len(Cell._fields) - 1), (of_organizations, len(Cell._fields))):
+            for row in found:
+                cell, amounts = msgspec.convert((row[:size], row[size:]), tuple[Cell, Amounts])
+                self._set(cell, amounts)
         for number, entries in recent:
             assert isinstance(number, int)
             assert isinstance(entries, bytes)
@@ -110,6 +141,10 @@ class Books:
     def spent_tokens(self, key: str, month: str) -> int:
         """Of a key in a month, such as ``2026-11``, input and output. O(1)."""
         return self._spent[key, month]
+
+    def spent_tokens_of(self, organization: str, month: str) -> int:
+        """The same of all keys of an organization while they belonged to it. O(1)."""
+        return self._spent_of[organization, month]
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -163,10 +198,10 @@ class Books:
             self._days[cell.day] += 1
         elif not self._days[cell.day]:
             del self._days[cell.day]
-        spent = cell.key, date_of(cell.day)[:7]
-        self._spent[spent] += amounts.tokens - (0 if old is None else old.tokens)
-        if not self._spent[spent]:
-            del self._spent[spent]
+        month, more = date_of(cell.day)[:7], amounts.tokens - (0 if old is None else old.tokens)
+        _add(self._spent, (cell.key, month), more)
+        if cell.organization:
+            _add(self._spent_of, (cell.organization, month), more)
 
     def _remember(self, number: int, entries: tuple[Entry, ...]) -> None:
         self._transactions.append((number, entries))
@@ -199,3 +234,15 @@ class Books:
             left -= len(entries)
             count += 1
         return count
+
+
+def _row(cell: Cell) -> tuple[str, Row]:
+    """The table of a cell, and its key there."""
+    return ("organization_usage", cell) if cell.organization else ("usage", cell[:-1])
+
+
+def _add(counter: Counter[tuple[str, str]], key: tuple[str, str], more: int) -> None:
+    """What is 0 leaves."""
+    counter[key] += more
+    if not counter[key]:
+        del counter[key]

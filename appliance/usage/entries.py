@@ -53,6 +53,8 @@ class Cell(NamedTuple):
     """The name of the API key, "" without one."""
     model: str
     outcome: str
+    organization: str = ""
+    """Which the key belonged to when the request came, "" if to none."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -68,10 +70,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     amounts: Amounts
     request: str = ""
     """The id that `/api/requests` and the log have for it."""
+    organization: str = ""
+    """That of the key, "" if it belongs to none."""
 
     @property
     def cell(self) -> Cell:
-        return Cell(int(self.ended // DAY_SECONDS), self.key, self.model, self.outcome)
+        day = int(self.ended // DAY_SECONDS)
+        return Cell(day, self.key, self.model, self.outcome, self.organization)
 
 
 def day_of(date: str) -> int:

@@ -69,6 +69,9 @@ class Ledger:
         self._database = database_in(folder)
         self._pending: deque[Entry] = deque()
         self._pending_tokens: Counter[tuple[str, str]] = Counter()
+        """By key and month."""
+        self._pending_of: Counter[tuple[str, str]] = Counter()
+        """By organization and month."""
         self._waiting: deque[_Waiting] = deque()
         self._came = 0
         """Entries until now."""
@@ -97,6 +100,7 @@ class Ledger:
                 months=self._keep_months,
                 max_rows=self._max_rows,
                 rows=self._database.rows("usage"),
+                of_organizations=self._database.rows("organization_usage"),
                 recent=self._database.rows("recent"),
             )
         except OSError as error:
@@ -116,6 +120,11 @@ class Ledger:
         """Input and output of a key in a month, such as ``2026-11`` (UTC), also what is not on the
         disk yet. O(1)."""
         return self.books.spent_tokens(key, month) + self._pending_tokens[key, month]
+
+    def spent_tokens_of(self, organization: str, month: str) -> int:
+        """The same of all keys of an organization while they belonged to it. O(1)."""
+        pending = self._pending_of[organization, month]
+        return self.books.spent_tokens_of(organization, month) + pending
 
     def record(self, entry: Entry, go_on: Callable[[], None]) -> None:
         """Write an entry. `go_on` is called once: when it is on the disk, or when it has waited
@@ -210,10 +219,14 @@ class Ledger:
         self._is_late(f"the ledger of usage cannot be written: {shown}", None if reason else error)
 
     def _count_pending(self, entry: Entry, sign: int) -> None:
-        month = entry.key, month_of(entry.ended)
-        self._pending_tokens[month] += sign * entry.amounts.tokens
-        if not self._pending_tokens[month]:
-            del self._pending_tokens[month]
+        month, tokens = month_of(entry.ended), sign * entry.amounts.tokens
+        for counter, name in (
+            (self._pending_tokens, entry.key),
+            (self._pending_of, entry.organization),
+        ):
+            counter[name, month] += tokens
+            if not counter[name, month]:
+                del counter[name, month]
 
     # --- answers that wait -----------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Sums of the ledger as an admin asks for them: by key, model, day, month or outcome."""
+"""Sums of the ledger as an admin asks for them: by key, organization, model, day, month,
+outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import msgspec
 
 from appliance.usage.entries import DAY_SECONDS, Amounts, Cell, date_of, day_of
 
-DIMENSIONS: Final = ("key", "model", "day", "month", "outcome")
+DIMENSIONS: Final = ("key", "organization", "model", "day", "month", "outcome")
 
 
 class ReportRefused(ValueError):
@@ -24,9 +25,10 @@ class ReportRefused(ValueError):
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """The sums of one group; what it is not grouped by is left out. A key is "" for requests that
-    needed none."""
+    needed none, an organization for keys that belonged to none."""
 
     key: str | msgspec.UnsetType = msgspec.UNSET
+    organization: str | msgspec.UnsetType = msgspec.UNSET
     model: str | msgspec.UnsetType = msgspec.UNSET
     day: str | msgspec.UnsetType = msgspec.UNSET
     """``2026-11-28``, in UTC."""

@@ -17,6 +17,7 @@ _CHAT: Final = [{"role": "user", "content": "hello"}]
 
 FILE, BATCH, MESSAGE_BATCH = "file-0", "batch_0", "msgbatch_1"
 """Stand for the ids of a file, a batch and a message batch that there are."""
+ORGANIZATION = "acme"
 
 JSON, FORM = "application/json", "multipart/form-data; boundary=b"
 LINE: Final = json.dumps(
@@ -73,6 +74,12 @@ BODIES: Final[dict[tuple[str, str], list[Any]]] = {
          "slo": True, "expires": "30d", "requests_per_minute": 60, "tokens_per_minute": 9,
          "concurrency": 4},
     ],
+    ("PUT", "/api/keys/{name:str}/organization"): [
+        {"organization": ORGANIZATION}, {"organization": None}
+    ],
+    ("PUT", "/api/organizations/{name:str}"): [
+        {}, {"requests_per_minute": 10**6, "tokens_per_minute": 10**8, "concurrency": 32},
+    ],
     ("PUT", "/api/log-level"): [{"level": "info"}],
     ("POST", "/api/instances/{name:str}/quarantine"): [{}, {"reason": "its fan is loud"}],
     ("PUT", "/api/models/{target:path}"): [{"max_queue": 5}, {"slo": {"ttft": "2s", "tbt": "1s"}}],
@@ -92,6 +99,7 @@ _NAMES: Final = {
     "/api/requests": "chatcmpl-1",
     "/api/instances": "0",
     "/api/keys": ADDED,
+    "/api/organizations": ORGANIZATION,
     "/api/policies": "serverlessllm",
     "/api/blobs": "sha256:00",
     "/v1/files": FILE,
@@ -102,6 +110,7 @@ _NAMES: Final = {
 _NO_MODEL: Final = (
     *("/api/policies", "/api/log-level", "/api/models", "/api/config", "/api/verify"),
     *("/api/instances", "/api/host", "/api/keys"),
+    "/api/organizations",
     "/v1/batches",
     "/v1/messages/batches",
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),

@@ -234,6 +234,11 @@ class _LastingKeys(KeyFile):
             raise KeysError(f"{name} has to stay")
         return super().remove(name)
 
+    def assign(self, name: str, organization: str | None) -> Key:
+        if name in self._first:
+            raise KeysError(f"{name} belongs where it is")
+        return super().assign(name, organization)
+
 
 class _LastingRing(KeyRing):
     def __init__(self, path: Path) -> None:

@@ -119,6 +119,7 @@ class KeysView(TableView):
         Column("TOKENS", _had("output_tokens"), right=True),
         Column("SLO", member("slo"), lambda value: "yes" if value else "no"),
         Column("GUIDES", member("guides"), lambda value: "no" if value is False else "yes"),
+        Column("ORGANIZATION", member("organization")),
     )  # fmt: skip
     actions = (
         Action("c", "create", "make a key; it is shown once", _create, each_row=False,

@@ -15,21 +15,24 @@ from tui.messages import Document
 from tui.view import ViewContext, details
 
 EVERY_SECONDS = 10.0
-GROUPINGS = (("key", "model"), ("key",), ("model",), ("day",))
+GROUPINGS = (("key", "model"), ("key",), ("model",), ("day",), ("organization",))
 """What is added up by, in the order of `b`."""
 PERIODS = (("30d", "30 days"), ("7d", "7 days"), ("0d", "today"), ("", "all days"))
 """The first day as it is asked for, and in words; in the order of `p`."""
-NO_KEY = "(no key)"
+NO_KEY, NO_ORGANIZATION = "(no key)", "(none)"
 
 
 def _name(dimension: str) -> Callable[[str, Document, ViewContext], Any]:
-    """A key, a model or a day; nothing where that is not asked for."""
+    """A key, an organization, a model or a day; nothing where that is not asked for."""
 
     def value(key: str, row: Document, context: ViewContext) -> str:
-        found = row.get(dimension)
-        return "" if found is None else str(found) or NO_KEY
+        return "" if row.get(dimension) is None else _shown(row, dimension)
 
     return value
+
+
+def _shown(row: Document, dimension: str) -> str:
+    return str(row[dimension]) or (NO_ORGANIZATION if dimension == "organization" else NO_KEY)
 
 
 DIMENSIONS = {
@@ -37,6 +40,7 @@ DIMENSIONS = {
     "model": Column("MODEL", _name("model"),
                     style=lambda value, context: context.model_style(value)),
     "day": Column("DAY", _name("day")),
+    "organization": Column("ORGANIZATION", _name("organization")),
 }  # fmt: skip
 AMOUNTS = (
     Column("REQUESTS", member("requests"), right=True),
@@ -76,9 +80,7 @@ class UsageView(TableView):
     def rows(self, context: ViewContext) -> dict[str, Document]:
         listed = context.state.answer(self._path).document or {}
         by = GROUPINGS[self._by]
-        return {
-            " ".join(str(row[name]) or NO_KEY for name in by): row for row in listed.get("rows", ())
-        }
+        return {" ".join(_shown(row, name) for name in by): row for row in listed.get("rows", ())}
 
     def nothing(self, context: ViewContext) -> str:
         """Of a daemon that keeps no ledger: how to turn it on."""
@@ -89,12 +91,17 @@ class UsageView(TableView):
         return f"{super().status()}, {PERIODS[self._period][1]}"
 
     def detail(self, key: str, context: ViewContext) -> list[Line] | None:
-        """All amounts, and the budget of the key in this month if it has one."""
+        """All amounts, and the budget of the key, or organization, in this month if it has one."""
         row = self.rows(context).get(key)
         if row is None:
             return None
-        budgets = (context.state.answer(self._path).document or {}).get("budgets", ())
-        mine = [budget for budget in budgets if budget["key"] == row.get("key")]
+        answer = context.state.answer(self._path).document or {}
+        mine = [
+            budget
+            for name, budgets in (("key", "budgets"), ("organization", "organization_budgets"))
+            for budget in answer.get(budgets, ())
+            if budget[name] == row.get(name)
+        ]
         return details(row | {"budget": mine} if mine else row, context.theme)
 
     def on_key(self, event: events.Key) -> None:

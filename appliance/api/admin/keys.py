@@ -50,6 +50,8 @@ class ShownKey(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: int | None
     tokens_per_month: int | None
     concurrency: int | None
+    organization: str | None
+    """Whose limits hold for it as well."""
     use: KeyUse | None
 
 
@@ -83,41 +85,31 @@ def key_routes(service: Inference, access: Access) -> list[HTTPRouteHandler]:
         async with turn:
             return await asyncio.to_thread(change)
 
-    def shown(key: Key) -> dict[str, Any]:
-        hidden = ("sha256", "created_seconds", "expires_seconds")
-        return {
-            **{name: getattr(key, name) for name in Key.__struct_fields__ if name not in hidden},
-            "created_unix_seconds": key.created_seconds,
-            "expires_unix_seconds": key.expires_seconds,
-            "expired": key.expired(access.wall_clock()),
-            "use": access.use_of(key),
-        }
-
     @get("/api/keys", operation_id="keys")
     async def keys() -> ASGIResponse:
-        return json_answer(Keys(keys=[ShownKey(**shown(key)) for key in _ring(access).all()]))
+        return json_answer(Keys(keys=[shown_key(key, access) for key in ring_of(access).all()]))
 
     @get("/api/keys/{name:str}", operation_id="key")
     async def key(name: FromPath[str]) -> ASGIResponse:
-        for each in _ring(access).all():
+        for each in ring_of(access).all():
             if each.name == name:
-                return json_answer(ShownKey(**shown(each)))
+                return json_answer(shown_key(each, access))
         raise KeyNotFound(name)
 
     @post("/api/keys", status_code=201, operation_id="createKey")
     async def create(request: Request[Any, Any, Any]) -> ASGIResponse:
-        file = _ring(access).file
+        file = ring_of(access).file
         wanted = parse(await request.body(), NewKey)
         _check_models(wanted, service)
         made, secret = make_key(wanted, access.wall_clock())
         await changed(lambda: file.add(made))
         log.info("the key %s was made", made.name)
-        body = MadeKey(**shown(made), key=secret)
+        body = MadeKey(**_fields(made, access), key=secret)
         return json_answer(body, 201, {"Cache-Control": "no-store"})
 
     @delete("/api/keys/{name:str}", status_code=200, operation_id="revokeKey")
     async def revoke(name: FromPath[str]) -> ASGIResponse:
-        ring = _ring(access)
+        ring = ring_of(access)
         await changed(lambda: ring.file.remove(name))
         log.info("the key %s was revoked", name)
         now = access.wall_clock()
@@ -127,7 +119,23 @@ def key_routes(service: Inference, access: Access) -> list[HTTPRouteHandler]:
     return [keys, key, create, revoke]
 
 
-def _ring(access: Access) -> KeyRing:
+def shown_key(key: Key, access: Access) -> ShownKey:
+    """A key as an admin is shown it."""
+    return ShownKey(**_fields(key, access))
+
+
+def _fields(key: Key, access: Access) -> dict[str, Any]:
+    hidden = ("sha256", "created_seconds", "expires_seconds")
+    return {
+        **{name: getattr(key, name) for name in Key.__struct_fields__ if name not in hidden},
+        "created_unix_seconds": key.created_seconds,
+        "expires_unix_seconds": key.expires_seconds,
+        "expired": key.expired(access.wall_clock()),
+        "use": access.use_of(key),
+    }
+
+
+def ring_of(access: Access) -> KeyRing:
     """Raises `ApiError` where there is no file of keys."""
     if access.keys is None:
         message = (

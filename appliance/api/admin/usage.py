@@ -37,6 +37,15 @@ class KeyBudget(msgspec.Struct, frozen=True, kw_only=True):
     """``2026-12-01``"""
 
 
+class OrganizationBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """The budget of an organization that has one, and what its keys have spent of it."""
+
+    organization: str
+    tokens_per_month: int
+    spent_tokens: int
+    renews: str
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """The body of ``GET /api/usage``. The days are in UTC, and both are included."""
 
@@ -48,6 +57,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total: UsageRow | None
     """None if there are no rows."""
     budgets: list[KeyBudget]
+    organization_budgets: list[OrganizationBudget]
 
 
 def usage_routes(ledger: Ledger | None, access: Access) -> list[HTTPRouteHandler]:
@@ -88,6 +98,7 @@ def usage_routes(ledger: Ledger | None, access: Access) -> list[HTTPRouteHandler
                 rows=rows,
                 total=total[0] if total else None,
                 budgets=_budgets(ledger, access, now),
+                organization_budgets=_organization_budgets(ledger, access, now),
             )
         )
 
@@ -105,4 +116,18 @@ def _budgets(ledger: Ledger, access: Access, now: float) -> list[KeyBudget]:
         )
         for key in (() if access.keys is None else access.keys.all())
         if key.tokens_per_month is not None
+    ]
+
+
+def _organization_budgets(ledger: Ledger, access: Access, now: float) -> list[OrganizationBudget]:
+    month, renews = month_of(now), f"{renewal_of(now):%Y-%m-%d}"
+    return [
+        OrganizationBudget(
+            organization=each.name,
+            tokens_per_month=each.tokens_per_month,
+            spent_tokens=ledger.spent_tokens_of(each.name, month),
+            renews=renews,
+        )
+        for each in (() if access.keys is None else access.keys.organizations())
+        if each.tokens_per_month is not None
     ]

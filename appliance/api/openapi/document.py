@@ -17,11 +17,18 @@ from litestar.response.base import ASGIResponse
 
 import appliance
 from appliance.access.keys import NewKey
+from appliance.access.organizations import Limits
 from appliance.api.admin.adapters import LoadAdapter, UnloadAdapter
 from appliance.api.admin.catalog import NewAdapter, NewModel
 from appliance.api.admin.config import LogLevel, ModelLimits
 from appliance.api.admin.instances import QuarantineReason
 from appliance.api.admin.keys import Keys, MadeKey, RevokedKey, ShownKey
+from appliance.api.admin.organizations import (
+    KeyOrganization,
+    Organizations,
+    RemovedOrganization,
+    ShownOrganization,
+)
 from appliance.api.admin.usage import FORMATS, Usage
 from appliance.api.admin.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
 from appliance.api.openapi import endpoints as inference
@@ -222,6 +229,25 @@ OPERATIONS: Final = (
     ),
     Operation(
         "delete", "/api/keys/{name}", "Revoke an API key.", RevokedKey, refusals=(404, 409),
+    ),
+    Operation(
+        "put", "/api/keys/{name}/organization", "Have a key belong to an organization, or to none.",
+        ShownKey, KeyOrganization, (CANNOT_BE_READ, 404, 409),
+    ),
+    Operation(
+        "get", "/api/organizations", "List the organizations.", Organizations, refusals=(404,),
+    ),
+    Operation(
+        "get", "/api/organizations/{name}", "One organization.", ShownOrganization,
+        refusals=(404,),
+    ),
+    Operation(
+        "put", "/api/organizations/{name}", "Give an organization its limits; it may be new.",
+        ShownOrganization, Limits, (CANNOT_BE_READ, 404, 409),
+    ),
+    Operation(
+        "delete", "/api/organizations/{name}", "Remove an organization without keys.",
+        RemovedOrganization, refusals=(404, 409),
     ),
     Operation(
         "get", "/api/usage", "What keys used of which models.", Usage,

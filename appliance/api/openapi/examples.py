@@ -87,6 +87,8 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
         "expires": "30d",
         "requests_per_minute": 60,
     },
+    ("put", "/api/keys/{name}/organization"): {"organization": "acme"},
+    ("put", "/api/organizations/{name}"): {"tokens_per_minute": 20_000, "concurrency": 8},
     ("put", "/api/policies"): {"use": ["serverlessllm"]},
     ("put", "/api/log-level"): {"level": "info"},
 }

@@ -38,7 +38,7 @@ def test_a_key_names_adapters_one_by_one(
     )
     caller = key("alice", "a")
     assert caller.meter is not None
-    caller.meter.key = _of(caller.meter.key, models)
+    caller.meter.change(_of(caller.meter.key, models), 0.0)
     request = SubmitRequest(id="r", model="m", asked=asked, prompt=(1,), max_tokens=3, body=b"")
 
     if allowed:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from appliance.access.admission import Admission
 from appliance.access.auth import Access, Caller, LimitMet
 from appliance.access.keys import Key
-from appliance.access.rate_limits import Meter
+from appliance.access.organizations import Organization
+from appliance.access.rate_limits import Counts, Meter
 from appliance.engines.protocol import Produced
 from appliance.service.interface import QueueFull, RequestTimes, Sink, SubmitRequest
 from appliance.vocabulary import FinishReason
@@ -99,8 +100,13 @@ async def live(room: int, steps: list[tuple[str, int]]) -> None:
         Access(clock=lambda: 0.0),
         max_waiting=MAX_WAITING,
     )
+    acme = Counts(Organization(name="acme", tokens_per_minute=10 * PER_MINUTE), 0.0, "acme")
     meters = [
-        Meter(Key(name=n, sha256=n * 64, created_seconds=0.0, tokens_per_minute=PER_MINUTE), 0.0)
+        Meter(
+            Key(name=n, sha256=n * 64, created_seconds=0.0, tokens_per_minute=PER_MINUTE),
+            0.0,
+            acme,
+        )
         for n in "abc"
     ]
     clients: list[tuple[int, Client]] = []
@@ -141,6 +147,7 @@ async def live(room: int, steps: list[tuple[str, int]]) -> None:
         await happen()
     assert all(client.over for _, client in clients)
     assert len(clients) + refused == sum(what == "ask" for what, _ in steps)
+    of_all = 0
     for key, meter in enumerate(meters):
         served = [
             client
@@ -148,8 +155,11 @@ async def live(room: int, steps: list[tuple[str, int]]) -> None:
             if whose == key and client.generation.id in service.begun
         ]
         used = sum(PROMPT + client.tokens for client in served)
-        assert meter.tokens is not None
-        assert meter.tokens.remaining(0.0) == PER_MINUTE - used
+        of_all += used
+        assert meter.own.tokens is not None
+        assert meter.own.tokens.remaining(0.0) == PER_MINUTE - used
+    assert acme.tokens is not None
+    assert acme.tokens.remaining(0.0) == 10 * PER_MINUTE - of_all
 
 
 @given(st.integers(1, 3), Steps)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from appliance.access import keys as keys_module
-from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest, new_secret
+from appliance.access.keys import Contents, Key, KeyFile, KeyRing, Scope, digest, new_secret
 from appliance.errors import KeysError
 from appliance.platform import checked_file
 from appliance.platform.checked_file import copy_of
@@ -371,10 +371,10 @@ def test_a_file_that_is_mended_is_read(path: Path, monkeypatch: pytest.MonkeyPat
     KeyFile(path).remove("alice")
     with monkeypatch.context() as patch:
 
-        def refuse(_: KeyFile) -> tuple[Key, ...]:
+        def refuse(_: KeyFile) -> Contents:
             raise KeysError("not now")
 
-        patch.setattr(KeyFile, "read", refuse)
+        patch.setattr(KeyFile, "contents", refuse)
         assert ring.find("sk-alice", 1.0) == key()
 
     assert ring.find("sk-alice", 1.0) is None

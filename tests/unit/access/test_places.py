@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from appliance.access.admission import Admission
 from appliance.access.auth import Access, Caller
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope
+from appliance.access.organizations import Organization
 from appliance.access.places import Bounds, Line, Places
-from appliance.access.rate_limits import Meter
+from appliance.access.rate_limits import Counts, Meter
 from appliance.service.interface import (
     ModelNotFound,
     ModelPlaces,
@@ -40,6 +41,8 @@ MOST_WAITING = 5
         of_key=st.none() | st.integers(1, 4),
         of_model=st.none() | st.integers(1, 3),
         starting=st.none() | st.integers(1, 2),
+        organization=st.just("acme"),
+        of_organization=st.none() | st.integers(1, 5),
     ),
     steps=st.lists(
         st.tuples(
@@ -69,8 +72,11 @@ def test_places_are_taken_in_order_and_never_left(
         mine = [one for one in running.values() if one[0] == key]
         same = [one for one in mine if one[1][0] == line[0]]
         starting = [one for one in mine if one[1] == line and not one[2]]
-        counts = len(mine), len(same), len(starting)
-        return all(b is None or n < b for n, b in zip(counts, bounds, strict=True))
+        counts = (
+            (len(mine), bounds.of_key), (len(same), bounds.of_model),
+            (len(starting), bounds.starting), (len(running), bounds.of_organization),
+        )  # fmt: skip
+        return all(most is None or has < most for has, most in counts)
 
     for number, (what, key, line, which) in enumerate(steps):
         items = waiting[key, line]
@@ -93,7 +99,7 @@ def test_places_are_taken_in_order_and_never_left(
             key, line, started = running[ended]
             if what == "end":
                 del running[ended]
-                places.give_back(key, line, started=started)
+                places.give_back(key, line, started=started, organization="acme")
             elif not started:
                 running[ended] = key, line, True
                 places.started(key, line)
@@ -105,6 +111,7 @@ def test_places_are_taken_in_order_and_never_left(
                 running[item] = key, line, False
             assert not any(waiting[key, each] and may_run(key, each) for each in LINES)
             assert places.running(key) == sum(one[0] == key for one in running.values())
+            assert places.running_of("acme") == len(running)
         assert sorted(places) == sorted(item for items in waiting.values() for item in items)
         assert len(places) == sum(map(len, waiting.values()))
 
@@ -139,6 +146,9 @@ class House:
 
     def __init__(self, path: Path, keys: list[Key], places: int, max_waiting: int = 64) -> None:
         file = KeyFile(path)
+        organization = Organization(name="acme", concurrency=3)
+        file.set_organization(organization)
+        acme = Counts(organization, 0.0, organization.name)
         for key in keys:
             file.add(key)
         self.service = Shared(places)
@@ -149,7 +159,9 @@ class House:
             key_share=0.75,
             max_waiting=max_waiting,
         )
-        self._callers = {key.name: Caller(Meter(key, 0.0)) for key in keys}
+        self._callers = {
+            key.name: Caller(Meter(key, 0.0, acme if key.organization else None)) for key in keys
+        }
         self._asked = 0
 
     def ask(self, name: str, times: int = 1, **fields: object) -> list[Client]:
@@ -342,3 +354,31 @@ async def test_keys_share_the_room_to_wait_for_places(
     for name in ("alice", "bob"):
         with pytest.raises(QueueFull):
             house.ask(name)
+
+
+async def test_keys_of_an_organization_share_its_places(tmp_path: Path) -> None:
+    """Both together have no more, each gets what becomes free in turn, and others are not held
+    back."""
+    keys = [
+        key("bob", "b", organization="acme"), key("eve", "e", organization="acme"),
+        key("alice", "a"),
+    ]  # fmt: skip
+    house = House(tmp_path / "keys.json", keys, places=100)
+    house.ask("bob", 6)
+    house.ask("eve", 6)
+    house.ask("alice", 4)
+    await house.start()
+    assert [len(house.live(name)) for name in ("bob", "eve", "alice")] == [2, 1, 4]
+    reason = house.admission.waiting()[0].reason
+    assert reason is not None
+    assert "the organization 'acme' of its API key has as many sequences" in reason.message
+
+    for first in ("bob", "bob", "eve"):
+        await house.end(first)
+        await house.start()
+        assert len(house.live("bob")) + len(house.live("eve")) == 3
+        assert min(len(house.live("bob")), len(house.live("eve"))) == 1
+    for _ in range(9):
+        await house.end("bob" if house.live("bob") else "eve")
+        await house.start()
+    assert [len(house.live(name)) for name in ("bob", "eve", "alice")] == [0, 0, 4]

@@ -1,4 +1,4 @@
-"""Limits of a key: what a minute holds, debts, and requests at once."""
+"""Limits of a key and of its organization: what a minute holds, debts, and requests at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.access.keys import Key
-from appliance.access.rate_limits import Bucket, LimitRefusal, Meter
+from appliance.access.organizations import Organization
+from appliance.access.rate_limits import Bucket, Counts, LimitRefusal, Meter, Reserved
 
 
 def key(**limits: Any) -> Key:
@@ -80,9 +81,9 @@ def test_a_meter_without_limits_refuses_nothing() -> None:
     meter = Meter(key(), 0.0)
 
     assert [meter.begin(0.0) for _ in range(1000)] == [None] * 1000
-    assert meter.live == 1000
-    assert meter.reserve(10**9, 0.0) == 0.0
-    meter.settle(0.0, 10**9, 0.0)
+    assert meter.own.live == 1000
+    assert meter.reserve(10**9, 0.0) == Reserved()
+    meter.settle(Reserved(), 10**9, 0.0)
 
 
 def test_each_limit_is_named() -> None:
@@ -92,17 +93,17 @@ def test_each_limit_is_named() -> None:
     long = Meter(key(tokens_per_minute=60), 0.0)
     for meter in (busy, often):
         assert meter.begin(0.0) is None
-    assert long.reserve(50, 0.0) == 50
+    assert long.reserve(50, 0.0) == Reserved(50)
 
     assert busy.begin(0.0) == LimitRefusal("concurrency", 1, 1.0)
     assert often.begin(30.0) == LimitRefusal("requests", 1, pytest.approx(30.0))
     assert long.reserve(20, 0.0) == LimitRefusal("tokens", 60, pytest.approx(10.0))
-    assert busy.requests is not None
-    assert busy.requests.remaining(0.0) == 99
+    assert busy.own.requests is not None
+    assert busy.own.requests.remaining(0.0) == 99
     busy.end()
     assert busy.begin(0.0) is None
-    long.settle(50, 5, 0.0)
-    assert long.reserve(20, 0.0) == 20
+    long.settle(Reserved(50), 5, 0.0)
+    assert long.reserve(20, 0.0) == Reserved(20)
 
 
 def test_changed_limits_begin_anew_and_others_go_on() -> None:
@@ -112,9 +113,56 @@ def test_changed_limits_begin_anew_and_others_go_on() -> None:
     meter.reserve(10, 0.0)
     meter.change(key(requests_per_minute=10, tokens_per_minute=20, concurrency=1), 0.0)
 
-    assert meter.requests is not None
-    assert meter.tokens is not None
-    assert (meter.requests.remaining(0.0), meter.tokens.remaining(0.0)) == (9, 20)
+    assert meter.own.requests is not None
+    assert meter.own.tokens is not None
+    assert (meter.own.requests.remaining(0.0), meter.own.tokens.remaining(0.0)) == (9, 20)
     assert isinstance(meter.begin(0.0), LimitRefusal)
     meter.change(key(), 0.0)
-    assert (meter.requests, meter.tokens, meter.begin(0.0)) == (None, None, None)
+    assert (meter.own.requests, meter.own.tokens, meter.begin(0.0)) == (None, None, None)
+
+
+def organization(**limits: Any) -> Counts[Organization]:
+    return Counts(Organization(name="acme", **limits), 0.0, "acme")
+
+
+def test_an_organizations_limits_hold_for_its_keys_together() -> None:
+    """The refusal names whose limit it is; what one limit refuses is taken of no other."""
+    acme = organization(requests_per_minute=3, tokens_per_minute=60, concurrency=2)
+    one = Meter(key(requests_per_minute=10, tokens_per_minute=30), 0.0, acme)
+    other = Meter(key(), 0.0, acme)
+
+    assert (one.begin(0.0), other.begin(0.0)) == (None, None)
+    assert other.begin(0.0) == LimitRefusal("concurrency", 2, 1.0, "acme")
+    one.end()
+    assert one.begin(0.0) is None
+    other.end()
+    assert one.begin(0.0) == LimitRefusal("requests", 3, pytest.approx(20.0), "acme")
+    assert one.own.requests is not None
+    assert one.own.requests.remaining(0.0) == 8
+
+    reserved = other.reserve(50, 0.0)
+    assert reserved == Reserved(0.0, 50, acme)
+    assert one.reserve(20, 0.0) == LimitRefusal("tokens", 60, pytest.approx(10.0), "acme")
+    assert one.own.tokens is not None
+    assert one.own.tokens.remaining(0.0) == 30
+    other.settle(reserved, 10, 0.0)
+    assert one.reserve(20, 0.0) == Reserved(20, 20, acme)
+
+
+def test_a_key_goes_to_another_organization() -> None:
+    """What is being answered counts there; tokens are settled where they were taken."""
+    acme, other = organization(tokens_per_minute=60), organization(concurrency=1)
+    meter = Meter(key(), 0.0, acme)
+    meter.begin(0.0)
+    reserved = meter.reserve(60, 0.0)
+    assert isinstance(reserved, Reserved)
+    meter.join(other)
+
+    assert (acme.live, other.live) == (0, 1)
+    assert isinstance(meter.begin(0.0), LimitRefusal)
+    meter.settle(reserved, 10, 0.0)
+    assert acme.tokens is not None
+    assert acme.tokens.remaining(0.0) == 50
+    meter.join(None)
+    meter.end()
+    assert (acme.live, other.live, meter.own.live) == (0, 0, 0)

@@ -55,7 +55,7 @@ async def test_a_key_that_is_made_works_at_once(house: House) -> None:
             "scopes": ["infer", "admin"], "models": ["small"], "classes": ["batch"], "slo": True,
             "guides": False, "requests_per_minute": 60, "tokens_per_minute": 20_000,
             "tokens_per_month": None,
-            "concurrency": 4, "use": None,
+            "concurrency": 4, "organization": None, "use": None,
         }  # fmt: skip
         assert (await client.get("/api/keys/ci")).json() == told
         asked = await client.get("/api/keys/ci", headers=bearer(secret))

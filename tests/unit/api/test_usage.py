@@ -15,6 +15,7 @@ import pytest
 
 from appliance.access.auth import Access
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
+from appliance.access.organizations import Organization
 from appliance.api.app import create_app
 from appliance.usage.entries import CUT, DAY_SECONDS
 from appliance.usage.ledger import Ledger
@@ -34,7 +35,8 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
         written = asyncio.Event()
         month_ago = NOW - 30 * DAY_SECONDS
         ledger.record(entry("a", 10), lambda: None)
-        ledger.record(entry("b", 1, key="bob", outcome=CUT), lambda: None)
+        bob = entry("b", 1, key="bob", outcome=CUT, organization="acme")
+        ledger.record(bob, lambda: None)
         ledger.record(entry("c", 100, model="large", ended=month_ago), written.set)
         await asyncio.wait_for(written.wait(), PATIENCE_SECONDS)
         yield ledger
@@ -113,6 +115,8 @@ async def test_without_a_ledger() -> None:
 async def test_it_is_for_admins(ledger: Ledger, tmp_path: Path) -> None:
     """A key of the scope `infer` sees nothing; an admin sees also budgets, and no secret."""
     file = KeyFile(tmp_path / "keys.json")
+    file.set_organization(Organization(name="acme", tokens_per_month=70))
+    file.set_organization(Organization(name="free"))
     for name, scope, budget in (("alice", Scope.INFER, 50), ("root", Scope.ADMIN, None)):
         key = Key(
             name=name, sha256=digest(f"sk-{name}"), created_seconds=0.0, scopes=(scope,),
@@ -127,6 +131,9 @@ async def test_it_is_for_admins(ledger: Ledger, tmp_path: Path) -> None:
 
     assert answer.json()["budgets"] == [
         {"key": "alice", "tokens_per_month": 50, "spent_tokens": 30, "renews": "2026-12-01"}
+    ]
+    assert answer.json()["organization_budgets"] == [
+        {"organization": "acme", "tokens_per_month": 70, "spent_tokens": 3, "renews": "2026-12-01"}
     ]
     assert digest("sk-alice") not in answer.text
 
@@ -158,4 +165,25 @@ async def test_the_command_prints_a_table(ledger: Ledger) -> None:
     assert [row["key"] for row in made["rows"]] == ["alice", "bob"]
     assert [row[:2] for row in rows] == [["key", "requests"], ["alice", "2"], ["bob", "1"]]
     assert (both.exit_code, wrong.exit_code) == (2, 1)
-    assert "'owner' is none of key, model" in wrong.stderr
+    assert "'owner' is none of key, organization, model" in wrong.stderr
+
+
+async def test_the_command_adds_up_organizations(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By where keys belonged when they asked; budgets are below."""
+    monkeypatch.setenv("APPLIANCE_API_KEY", "sk-r")
+    file = KeyFile(tmp_path / "keys.json")
+    file.set_organization(Organization(name="acme", tokens_per_month=70))
+    root = Key(name="r", sha256=digest("sk-r"), created_seconds=0.0, scopes=(Scope.ADMIN,))
+    file.add(root)
+    async with commanded(app(ledger, file.path), "usage") as run:
+        table = (await run("--by", "organization")).stdout.splitlines()
+
+    assert table[0].split()[:2] == ["ORGANIZATION", "REQUESTS"]
+    assert [line.split()[:3] for line in table[1:4]] == [
+        ["(none)", "2", "110"], ["acme", "1", "1"], ["total", "3", "111"],
+    ]  # fmt: skip
+    assert table[4] == (
+        "organization acme: 3 of 70 tokens of this month are spent; it renews on 2026-12-01"
+    )

@@ -67,11 +67,11 @@ def test_listing(path: Path) -> None:
 
     assert header == [
         "NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES", "RPM", "TPM",
-        "MONTHLY", "AT", "ONCE",
+        "MONTHLY", "AT", "ONCE", "ORGANIZATION",
     ]  # fmt: skip
     assert alice[:4] == ["alice", "infer", "all", "interactive,batch"]
-    assert alice[-5:] == ["never", "-", "-", "-", "-"]
-    assert (bob[2], bob[-1]) == ("a", "3")
+    assert alice[-6:] == ["never", "-", "-", "-", "-", "-"]
+    assert (bob[2], bob[-2]) == ("a", "3")
     assert [key["name"] for key in json.loads(call("list", "--file", path, "--json").stdout)] == [
         "alice", "bob",
     ]  # fmt: skip
@@ -148,3 +148,48 @@ def test_a_model_that_there_is_not(tmp_path: Path, fake_checkpoint: Callable[...
     assert (right.exit_code, unknown.exit_code) == (0, 0), right.stderr
     names = [(key.name, key.models) for key in KeyFile(tmp_path / "keys.json").read()]
     assert names == [("a", ("tiny", "tiny:legal")), ("b", ("other",))]
+
+
+def test_organizations(path: Path) -> None:
+    """They are set, have keys, are listed, and removed once they have none."""
+    made = call("organization", "set", "acme", "--file", path, "--tokens-per-month", 9)
+    assert made.stdout == "acme: tokens per month 9\n"
+    call("create", "alice", "--file", path, "--organization", "acme")
+    call("create", "bob", "--file", path)
+    moved = call("assign", "bob", "--file", path, "--organization", "acme")
+    assert moved.stdout == "bob belongs to acme\n"
+
+    listed = call("organization", "list", "--file", path).stdout.splitlines()
+    assert [line.split() for line in listed] == [
+        ["NAME", "RPM", "TPM", "MONTHLY", "AT", "ONCE", "KEYS"],
+        ["acme", "-", "-", "9", "-", "alice,bob"],
+    ]
+    (as_json,) = json.loads(call("organization", "list", "--file", path, "--json").stdout)
+    assert (as_json["tokens_per_month"], as_json["keys"]) == (9, ["alice", "bob"])
+    assert call("organization", "remove", "acme", "--file", path).exit_code == 1
+
+    call("revoke", "alice", "--file", path)
+    assert call("assign", "bob", "--file", path, "--no-organization").exit_code == 0
+    removed = call("organization", "remove", "acme", "--file", path)
+    assert (removed.exit_code, removed.stdout) == (0, "acme is removed\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("create", "x", "--organization", "none"), "--organization: there is no organization"),
+        (("assign", "bob", "--organization", "none"), "--organization: there is no organization"),
+        (("assign", "bob"), "give --organization or --no-organization"),
+        (("assign", "none", "--no-organization"), "there is no key 'none'"),
+        (("organization", "set", "-x"), "No such option"),
+        (("organization", "set", "a/b"), "NAME: begins with a letter"),
+        (("organization", "set", "a", "--concurrency", 0), "0 is not in the range"),
+    ],
+)
+def test_mistakes_with_organizations(path: Path, arguments: tuple[object, ...], said: str) -> None:
+    """What is wrong is named."""
+    call("create", "bob", "--file", path)
+    failed = call(*arguments, "--file", path)
+
+    assert failed.exit_code in (1, 2)
+    assert said in failed.stderr

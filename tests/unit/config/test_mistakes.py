@@ -699,6 +699,12 @@ MISTAKES: Final = [
     ),
     mistake(
         "max_context = 1024",
+        'max_context = 1024\nkeep_alive = "30m"',
+        "17: model[0].keep_alive: unknown key; weights stay until other models need their memory; "
+        "pin = true keeps them in host memory, load = true loads them at the start",
+    ),
+    mistake(
+        "max_context = 1024",
         "max_ctx = 1024",
         "16: model[0].max_ctx: unknown key; did you mean max_context?",
     ),

@@ -13,6 +13,7 @@ import pytest
 from appliance.access.admission import Admission
 from appliance.access.auth import Access
 from appliance.access.keys import Key, KeyFile, KeyRing, digest
+from appliance.access.organizations import Organization
 from appliance.engines.protocol import Produced
 from appliance.gateway.accounts import Accounts
 from appliance.gateway.sessions import FrontEndLost, FrontSettings, Sessions
@@ -39,6 +40,15 @@ class House:
         self._file = KeyFile(folder / "keys.json")
         self.now = NOW
 
+    def organization(self, **limits: Any) -> None:
+        self._file.set_organization(Organization(name="acme", **limits))
+
+    def remove(self, name: str) -> None:
+        self._file.remove(name)
+
+    def assign(self, name: str, organization: str | None) -> None:
+        self._file.assign(name, organization)
+
     def add(self, name: str, **fields: Any) -> None:
         key = Key(name=name, sha256=digest(f"sk-{name}"), created_seconds=0.0, **fields)
         self._file.add(key)
@@ -64,7 +74,7 @@ class House:
         await self.written()
         assert self.ledger is not None
         return {
-            cell[1:]: (one.requests, one.input_tokens, one.output_tokens)
+            cell[1:4]: (one.requests, one.input_tokens, one.output_tokens)
             for cell, one in self.ledger.books.rows()
         }
 
@@ -273,16 +283,71 @@ async def test_a_budget_outlives_the_daemon(house: House) -> None:
     assert front.refused["b"].code == "insufficient_quota"
 
 
+async def test_an_organizations_budget_is_one_of_all_its_keys(house: House) -> None:
+    """Reserved, spent and renewed as that of a key; the message says whose it is. A key that is
+    revoked has spent what it has spent."""
+    house.organization(tokens_per_month=30)
+    house.add("one", organization="acme", tokens_per_month=29)
+    house.add("two", organization="acme")
+    front = house.front()
+    front.submit(front.call("sk-one"), "a", max_tokens=20)
+    front.submit(front.call("sk-two"), "b", max_tokens=20)
+    front.submit(front.call("sk-two"), "more", max_tokens=26)
+    front.submit(front.call("sk-one"), "own", max_tokens=25)
+    assert (front.refused["b"].status, front.refused["b"].code) == (429, "insufficient_quota")
+    assert "budget of the organization 'acme' of this key is 30" in front.refused["b"].message
+    assert front.refused["more"].code == "more_than_budget"
+    assert "budget of the organization 'acme' of its key is 30" in front.refused["more"].message
+    assert "monthly budget of its key is 29" in front.refused["own"].message
+
+    house.service.live["a"].feed([1] * 20, FinishReason.LENGTH)
+    await front.until_over("a")
+    house.remove("one")
+    front.submit(front.call("sk-two"), "c", max_tokens=1)
+
+    assert "30 tokens, 25 are spent" in front.refused["c"].message
+    assert "renews on 2026-12-01 UTC" in front.refused["c"].message
+    assert house.ledger is not None
+    assert house.ledger.spent_tokens_of("acme", "2026-11") == 25
+    house.now += 3 * 86_400
+    front.submit(front.call("sk-two"), "d", max_tokens=1)
+    assert "d" in house.service.live
+
+
+async def test_a_key_that_changes_its_organization(house: House) -> None:
+    """What began before counts for the one before; what was reserved there is given back there."""
+    house.organization(tokens_per_month=30)
+    house.add("one", organization="acme")
+    house.add("two", organization="acme")
+    front = house.front()
+    front.submit(front.call("sk-one"), "a", max_tokens=20)
+    house.assign("one", None)
+    front.submit(front.call("sk-one"), "b", max_tokens=1000)
+    house.service.live["a"].say("x")
+    await front.until_over("a")
+    front.submit(front.call("sk-two"), "c", max_tokens=19)
+
+    assert {"b", "c"} <= house.service.live.keys()
+    await house.written()
+    assert house.ledger is not None
+    assert [cell.organization for cell, _ in house.ledger.books.rows()] == ["acme"]
+
+
 async def test_without_a_ledger_a_budget_lets_nothing_through(tmp_path: Path) -> None:
     """Other keys are served."""
     house = House(tmp_path, None)
     house.add("poor", tokens_per_month=12)
     house.add("alice")
+    house.organization(tokens_per_month=12)
+    house.add("member", organization="acme")
     front = house.front()
     front.submit(front.call("sk-poor"), "a")
+    front.submit(front.call("sk-member"), "of acme")
     front.submit(front.call("sk-alice"), "b")
 
-    assert (front.refused["a"].status, front.refused["a"].code) == (503, "budget_not_counted")
+    for name in ("a", "of acme"):
+        refusal = front.refused[name]
+        assert (refusal.status, refusal.code) == (503, "budget_not_counted")
     assert "b" in house.service.live
 
 

@@ -294,7 +294,7 @@ def key(name: str, **members: object) -> Document:
         "name": name, "created_unix_seconds": NOW - 40 * 24 * 3600, "expires_unix_seconds": None,
         "expired": False, "scopes": ["infer"], "models": [], "classes": ["interactive", "batch"],
         "slo": False, "guides": True, "requests_per_minute": None, "tokens_per_minute": None,
-        "tokens_per_month": None, "concurrency": None, "use": None,
+        "tokens_per_month": None, "concurrency": None, "organization": None, "use": None,
     } | members  # fmt: skip
 
 

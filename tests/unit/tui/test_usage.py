@@ -26,7 +26,9 @@ def answer(*rows: Document) -> Document:
     budget = {"key": "alice", "tokens_per_month": 5000, "spent_tokens": 4321,
               "renews": "2026-12-01"}  # fmt: skip
     return {"by": [], "since": None, "until": "2026-11-28", "rows": list(rows), "total": None,
-            "budgets": [budget]}  # fmt: skip
+            "budgets": [budget], "organization_budgets": [
+                {"organization": "acme", "tokens_per_month": 99, "spent_tokens": 77,
+                 "renews": "2026-12-01"}]}  # fmt: skip
 
 
 def told(**answers: Any) -> Told:
@@ -83,3 +85,18 @@ async def test_without_a_ledger_it_says_how_to_have_one() -> None:
         await settle(app)
         page = " ".join(" ".join(line.split()) for line in screen(app)[2:6])
         assert OFF in page
+
+
+async def test_what_organizations_used() -> None:
+    """Their keys together, and the budget of each."""
+    async with dashboard(source := told(), size=(100, 24)) as app:
+        rows = used(5, 7, organization="acme"), used(5, 7, organization="")
+        for by in ("key", "model", "day"):
+            source.answers["GET", f"/api/usage?by={by}&since=30d"] = answer()
+        source.answers["GET", "/api/usage?by=organization&since=30d"] = answer(*rows)
+        await command(app, "usage")
+        await press(app, "b", "b", "b", "b")
+        await settle(app)
+        assert "(none)" in seen(app)
+        await press(app, "enter")
+        assert "77" in seen(app)

@@ -41,6 +41,7 @@ ENTRIES = st.builds(
     key=st.sampled_from(["", "alice", "bob"]),
     model=st.sampled_from(["small", "large"]),
     outcome=st.sampled_from([WHOLE, CUT]),
+    organization=st.sampled_from(["", "acme"]),
 )
 STEPS = st.lists(
     st.tuples(st.lists(ENTRIES, max_size=4), st.sampled_from(["written", "lost", "killed"])),
@@ -55,40 +56,47 @@ def test_sums_are_exact_in_any_order_of_ends_kills_and_replays(
     """Each id counts once, with what was written for it last: also where a transaction was refused
     by the disk, and where the appliance was killed after one and begins with what is on the disk.
     The rows that a plan says are those that the books have afterwards."""
-    kept, rows, recent = books(), {}, {}  # type: ignore[var-annotated]
+    kept, rows, of_organizations, recent = books(), {}, {}, {}  # type: ignore[var-annotated]
+    tables = {"usage": rows, "organization_usage": of_organizations, "recent": recent}
+    sizes = {"usage": 4, "organization_usage": 5, "recent": 1}
     last: dict[str, Entry] = {}
     for entries, what in steps:
         plan = kept.plan(entries, FIRST)
         if what == "lost":
             continue
         for change in kept.changes(plan):
-            table = {"usage": rows, "recent": recent}[change.table]
+            table = tables[change.table]
             if isinstance(change, Put):
-                size = 4 if change.table == "usage" else 1
-                table[change.values[:size]] = change.values
+                table[change.values[: sizes[change.table]]] = change.values
             else:
                 for key in [key for key in table if key[: len(change.key)] == change.key]:
                     del table[key]
         kept.apply(plan)
         last |= {one.id: one for one in entries}
         if what == "killed":
-            kept = Books(months=13, max_rows=1000, rows=rows.values(), recent=recent.values())
+            kept = Books(
+                months=13, max_rows=1000, rows=rows.values(), recent=recent.values(),
+                of_organizations=of_organizations.values(),
+            )  # fmt: skip
 
         expected: dict[object, Amounts] = {}
         for one in last.values():
             expected[one.cell] = expected.get(one.cell, Amounts()) + one.amounts
         assert dict(kept.rows()) == {cell: sums for cell, sums in expected.items() if sums}
-        assert {row[:4]: row[4:] for row in rows.values()} == {
-            tuple(cell): tuple(vars_of(sums)) for cell, sums in kept.rows()
-        }
+        on_disk = {(*row[:4], ""): row[4:] for row in rows.values()}
+        on_disk |= {row[:5]: row[5:] for row in of_organizations.values()}
+        assert on_disk == {tuple(cell): tuple(vars_of(sums)) for cell, sums in kept.rows()}
         spent: Counter[tuple[str, str]] = Counter()
+        spent_of: Counter[tuple[str, str]] = Counter()
         for cell, sums in kept.rows():
-            spent[cell.key, "2026-11" if cell.day > day_of("2026-10-31") else "2026-10"] += (
-                sums.tokens
-            )
+            month = "2026-11" if cell.day > day_of("2026-10-31") else "2026-10"
+            spent[cell.key, month] += sums.tokens
+            spent_of[cell.organization, month] += sums.tokens
         for key in ("", "alice", "bob"):
             for month in ("2026-10", "2026-11"):
                 assert kept.spent_tokens(key, month) == spent[key, month]
+        for month in ("2026-10", "2026-11"):
+            assert kept.spent_tokens_of("acme", month) == spent_of["acme", month]
 
 
 def vars_of(amounts: Amounts) -> list[int]:

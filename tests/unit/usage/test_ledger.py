@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from appliance.errors import ApplianceError
-from appliance.platform.database import Change
+from appliance.platform.database import Change, Database, Put
 from appliance.usage import ledger as module
+from appliance.usage.books import MIGRATIONS
+from appliance.usage.entries import DAY_SECONDS, WHOLE
 from appliance.usage.ledger import Ledger
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.usage.test_books import NOW, entry
@@ -243,3 +245,23 @@ async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(ApplianceError, match=r"^usage\.directory: "):
         async with opened(tmp_path / "usage"):
             pass
+
+
+async def test_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:
+    """Its rows stay, of keys without an organization; those of organizations come to them."""
+    folder = tmp_path / "usage"
+    folder.mkdir(mode=0o700)
+    earlier = Database(folder / "usage.sqlite", MIGRATIONS[:1])
+    earlier.open()
+    day = int(NOW // DAY_SECONDS)
+    earlier.write([Put("usage", (day, "alice", "small", WHOLE, 1, 2, 0, 4, 0, 0))])
+    earlier.close()
+
+    async with opened(folder) as ledger:
+        ledger.record(entry("a", organization="acme"), lambda: None)
+        assert ledger.spent_tokens_of("acme", "2026-11") == 3
+        await written(ledger)
+    async with opened(folder) as ledger:
+        assert [cell.organization for cell, _ in ledger.books.rows()] == ["", "acme"]
+        assert ledger.spent_tokens("alice", "2026-11") == 6 + 3
+        assert ledger.spent_tokens_of("acme", "2026-11") == 3
