@@ -52,9 +52,11 @@ _Limit = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class Scope(StrEnum):
-    """What a key opens: generating and listing models, or everything that an operator asks."""
+    """What a key opens: generating and listing models; reading load and metrics; or everything that
+    an operator asks, which includes these."""
 
     INFER = "infer"
+    OBSERVE = "observe"
     ADMIN = "admin"
 
 
