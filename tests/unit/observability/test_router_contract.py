@@ -42,7 +42,8 @@ def families(exposition: bytes) -> dict[str, list[Sample]]:
 def first_sample(found: dict[str, list[Sample]], spec: str) -> Sample:
     """A sample replaces the one before only with a later timestamp; those without have 0."""
     assert re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", spec), "a specification without labels"
-    latest, recent = None, -1.0
+    latest: Sample | None = None
+    recent = -1.0
     for sample in found[spec]:
         at = float(sample.timestamp or 0)
         if at > recent:
