@@ -122,6 +122,10 @@ class LedgerError(ApplianceError):
     """The books of a memory tier do not balance."""
 
 
+class FleetError(ApplianceError):
+    """Boxes cannot be put together as was asked, or one does not let itself be looked at."""
+
+
 class LabError(ApplianceError):
     """A simulation cannot be made of what was given, or a command asked for what cannot be."""
 

@@ -45,6 +45,9 @@ _INFER: Final = frozenset(
     }
 )
 
+_OBSERVE: Final = frozenset({"/api/load", _METRICS})
+"""What routers and scrapers read."""
+
 
 @cache
 def scope_of(path: str) -> KeyScope | None:
@@ -56,6 +59,8 @@ def scope_of(path: str) -> KeyScope | None:
         return None
     if path in _CHANGE_ADAPTERS:
         return KeyScope.ADMIN
+    if path in _OBSERVE:
+        return KeyScope.OBSERVE
     infers = path in _INFER or path.startswith("/v1/") or is_front_path(path)
     return KeyScope.INFER if infers else KeyScope.ADMIN
 
@@ -261,7 +266,7 @@ class Access:
         if keys is None:
             if self._local:
                 self._check_local(asking)
-            if needed is KeyScope.ADMIN and self._operators_at is not None:
+            if needed is not KeyScope.INFER and self._operators_at is not None:
                 raise Forbidden(
                     f"operators use the admin socket, {self._operators_at}; without API keys "
                     "api.local_operators lets every local client do what they do"
@@ -273,7 +278,8 @@ class Access:
         key = keys.find(secret, self.wall_clock())
         if key is None:
             raise Unauthorized("the API key is not valid: unknown, revoked or expired")
-        if needed not in key.scopes:
+        looks = needed is KeyScope.OBSERVE and KeyScope.ADMIN in key.scopes
+        if needed not in key.scopes and not looks:
             raise Forbidden(f"the API key has not the scope {needed.value!r}")
         return _with_slo(asking, self._meter(key))
 

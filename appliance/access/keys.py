@@ -65,9 +65,11 @@ _LIFETIME_SECONDS: Final = {"m": 60, "h": 3600, "d": 86_400}
 
 
 class Scope(StrEnum):
-    """What a key opens: generating and listing models, or everything that an operator asks."""
+    """What a key opens: generating and listing models; reading load and metrics; or everything that
+    an operator asks, which includes these."""
 
     INFER = "infer"
+    OBSERVE = "observe"
     ADMIN = "admin"
 
 

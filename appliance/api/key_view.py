@@ -14,6 +14,7 @@ from appliance.access.keys import Key
 from appliance.service.interface import (
     Activity,
     InstanceActivity,
+    Load,
     ModelActivity,
     ModelCard,
     ModelNotFound,
@@ -75,6 +76,21 @@ class _Gate:
             instances=tuple(_shown(instance, key) for instance in activity.instances),
             host_bytes=_known(activity.host_bytes, key),
         )
+
+    def load(self) -> Load:
+        """With requests that wait for the turn of their key, and names that the key knows."""
+        load, turns = self._service.load(), self._admission.waiting()
+        ages = (load.queue_age_seconds, *(request.age_seconds for request in turns))
+        load = msgspec.structs.replace(
+            load, waiting=load.waiting + len(turns), queue_age_seconds=max(ages)
+        )
+        key = current.get().key
+        if key is None or not key.models:
+            return load
+        fields = ("catalogue", "resident", "coming", "host")
+        known = {one: tuple(filter(key.allows, getattr(load, one))) for one in fields}
+        version = Load.version_of(known["catalogue"], known["resident"])
+        return msgspec.structs.replace(load, **known, version=version)
 
     def model_activity(self, name: ModelName) -> ModelActivity:
         return _queued(self._service.model_activity(name), self._queues())

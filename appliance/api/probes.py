@@ -36,6 +36,10 @@ def operator_routes(service: Service) -> list[HTTPRouteHandler]:
     async def metrics() -> ASGIResponse:
         return ASGIResponse(body=service.metrics(), media_type="text/plain; version=0.0.4")
 
+    @get("/api/load", operation_id="load")
+    async def load() -> ASGIResponse:
+        return json_answer(service.load(), headers={"Cache-Control": "no-store"})
+
     @get("/api/status", operation_id="status")
     async def status() -> ASGIResponse:
         return json_answer(service.activity())
@@ -44,4 +48,4 @@ def operator_routes(service: Service) -> list[HTTPRouteHandler]:
     async def verify() -> ASGIResponse:
         return json_answer({"instances": await service.verify()})
 
-    return [live, health, ready, version, metrics, status, verify]
+    return [live, health, ready, version, metrics, load, status, verify]

@@ -44,6 +44,7 @@ from appliance.config.layers import ignored_rows
 from appliance.config.model_parsers import parsers_of
 from appliance.config.schema import Model
 from appliance.config.sizing import read_model
+from appliance.fleet.cli import fleet
 from appliance.scheduling.cost_model import FIRST_GUESS_LOAD_BYTES_PER_SECOND
 from appliance.units import human
 
@@ -281,6 +282,9 @@ cli.add_command(
         help="Compare policies on a virtual clock: the daemon's own decisions, modelled hardware.",
     )
 )
+
+
+cli.add_command(fleet)
 
 
 # --- printing ------------------------------------------------------------------------------------

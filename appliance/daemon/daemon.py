@@ -60,6 +60,7 @@ from appliance.service.interface import (
     GenerationFailed,
     InstanceNotFound,
     InstanceVerification,
+    Load,
     ModelActivity,
     ModelCard,
     ModelPlaces,
@@ -272,16 +273,8 @@ class Daemon:
             clock,
         )
         self._kv_activities = KvActivities(machine.host, self._pools)
-        self._gauges = Gauges(
-            metrics,
-            machine,
-            self.workers,
-            self._instance_activities,
-            self._model_activities,
-            self._kv_activities,
-            self._gpus,
-            clock,
-        )
+        shown = (self._instance_activities, self._model_activities, self._kv_activities)
+        self._gauges = Gauges(metrics, machine, self.workers, *shown, self._gpus, clock)
 
     def start(self) -> None:
         """Start the workers; requests are taken at once. The host tier's pages come meanwhile."""
@@ -471,6 +464,9 @@ class Daemon:
             host_bytes=host_bytes(self.machine.host),
             disk_bytes=disk_bytes(self.machine.disk),
         )
+
+    def load(self) -> Load:
+        return self._gauges.load(draining=self._draining)
 
     def requests(self) -> list[RequestActivity]:
         return [self.request(name) for name in self.machine.requests]

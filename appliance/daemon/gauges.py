@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from appliance.daemon.status import (
+    QUEUED_STAGES,
     InstanceActivities,
     KvActivities,
     ModelActivities,
@@ -14,8 +16,8 @@ from appliance.daemon.status import (
 )
 from appliance.observability.metrics import Metrics
 from appliance.platform.gpu_monitor import GpuWatch
-from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.machine import Machine
+from appliance.service.interface import Load
 from appliance.vocabulary import InstanceId, ModelName
 from appliance.worker.process import WorkerProcess
 
@@ -34,6 +36,7 @@ class Gauges:
         kv: KvActivities,
         gpus: GpuWatch | None,
         clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._metrics = metrics
         self._machine = machine
@@ -43,6 +46,7 @@ class Gauges:
         self._kv = kv
         self._gpus = gpus
         self._clock = clock
+        self._wall_clock = wall_clock
         self._preemptions: Counter[ModelName] = Counter()
         """Of each model, as far as the metrics have them."""
         self._recomputed: Counter[ModelName] = Counter()
@@ -58,9 +62,18 @@ class Gauges:
         """Bring what is counted elsewhere into the registry."""
         pools = self._refresh_instances()
         self._refresh_models(pools)
+        self._refresh_box(pools)
         self._refresh_memory()
         if self._gpus is not None:
             self._metrics.gpus.refresh(self._gpus.readings, self._gpus.xids)
+
+    def load(self, *, draining: bool) -> Load:
+        """What a router asks each second; the metrics without labels are of it."""
+        return self._models.load(self._instances.free_bytes(), draining=draining)
+
+    def _refresh_box(self, pools: Counter[str]) -> None:
+        kv = sum(size for owner, size in pools.items() if owner.startswith("kv:"))
+        self._metrics.box(self.load(draining=False), kv / max(1, pools.total()), self._wall_clock())
 
     def _refresh_instances(self) -> Counter[str]:
         """Bytes of all pools by owner."""
@@ -98,7 +111,7 @@ class Gauges:
         now = self._clock()
         waits = dict.fromkeys(models, 0.0)
         for request in self._machine.requests.values():
-            if request.stage in (Stage.UNPLACED, Stage.QUEUED):
+            if request.stage in QUEUED_STAGES:
                 waits[request.model] = max(waits[request.model], now - request.arrived)
         oldest = self._machine.oldest_progress()
         self._metrics.ages(waits, 0.0 if oldest is None else now - oldest)

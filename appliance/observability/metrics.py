@@ -19,6 +19,7 @@ from appliance.observability.request_metrics import (
     LATENCY_BUCKETS,
     RequestMetrics,
 )
+from appliance.service.interface import Load
 from appliance.vocabulary import Direction, FinishReason, InstanceId, ModelName
 
 _TTFT_BUCKETS = (
@@ -35,6 +36,11 @@ _POLICY_CALL_BUCKETS = (
 )
 INSTANCE_STATES = ("starting", "up", "lost", "quarantined")
 _TRANSFER_KINDS = ("weights", "kv_in", "kv_out", "kv_spilled", "kv_restored")
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    """Those that can stand between commas."""
+    return [name for name in names if "," not in name]
 
 
 class Metrics:
@@ -179,6 +185,17 @@ class Metrics:
             self._queue_age.labels(model).set(seconds)
         self._progress_age.set(progress_seconds)
 
+    def box(self, load: Load, kv_share: float, unix_seconds: float) -> None:
+        """What routers in front of several boxes read: they take the first sample of a family, so
+        these have one each. The labels of the last are separated by commas."""
+        self._box_waiting.set(load.waiting)
+        self._box_running.set(load.running)
+        self._box_kv.set(kv_share)
+        resident, coming = _plain(load.resident), _plain(load.coming)
+        places = str(len(resident) + len(coming))
+        self._box_models.clear()
+        self._box_models.labels(",".join(resident), ",".join(coming), places).set(unix_seconds)
+
     def instances(self, states: Iterable[str]) -> None:
         """The state of each."""
         counts = dict.fromkeys(INSTANCE_STATES, 0)
@@ -239,6 +256,7 @@ class Metrics:
         self._add_memory()
         self._add_decisions()
         self._add_state()
+        self._add_box()
 
     def _add_transfers(self) -> None:
         counter, histogram = self._registry.counter, self._registry.histogram
@@ -347,6 +365,22 @@ class Metrics:
         self._kv_uses: dict[str, set[tuple[str, str]]] = {}
         gauge("appliance_info", "1, and the version.", "version").labels(appliance.__version__).set(
             1
+        )
+
+    def _add_box(self) -> None:
+        gauge = self._registry.gauge
+        self._box_waiting = gauge("appliance_requests_waiting", "Requests waiting, of all models.")
+        self._box_running = gauge("appliance_requests_running", "Requests running, of all models.")
+        self._box_kv = gauge(
+            "appliance_kv_usage_ratio", "Share of the pools that KV of all models takes, 0 to 1."
+        )
+        self._box_models = gauge(
+            "appliance_models_info",
+            "When this was so, in Unix seconds: models on devices, as routers know LoRA adapters; "
+            "those on their way there; and how many both are.",
+            "running_lora_adapters",
+            "waiting_lora_adapters",
+            "max_lora",
         )
 
     def _add_vllm(self) -> None:

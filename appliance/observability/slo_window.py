@@ -80,6 +80,11 @@ class SloWindow:
         """So many came, each so long after the one before."""
         self._slice(now).between[self._between.add(seconds, count)] += count
 
+    def recent(self, now: float) -> tuple[int, int]:
+        """Tokens of the last minute, and how many of them were late."""
+        self._forget(now)
+        return self._tokens, self._late
+
     def window(self, now: float) -> WindowStats | None:
         """The last minute; None if nothing came in it."""
         self._forget(now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
+from zlib import crc32
 
 import msgspec
 
@@ -531,6 +532,35 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """Room for KV on disk (`devices.kv_spill`) by use: kv, free; empty if there is none."""
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``GET /api/load``: what a router in front of several boxes asks each second."""
+
+    catalogue: tuple[str, ...]
+    """All names that requests may have: models, their aliases and adapters."""
+    resident: tuple[str, ...]
+    """Those whose weights are on a device of an instance that is up."""
+    coming: tuple[str, ...]
+    """Those that are on their way there, or that an operator wants there."""
+    host: tuple[str, ...]
+    """Those with weights in the host cache."""
+    waiting: int
+    running: int
+    queue_age_seconds: float
+    """How long the oldest request that waits has waited; 0 if none waits."""
+    pool_free_bytes: int
+    """Of all pools together, as workers reported them last."""
+    attainment: float | None
+    """The share of the last minute's tokens that came in time; None if there were none."""
+    draining: bool
+    """Whether the daemon takes no more requests, because it ends."""
+    version: str
+    """Another one whenever `catalogue` or `resident` is another."""
+
+    @staticmethod
+    def version_of(catalogue: tuple[str, ...], resident: tuple[str, ...]) -> str:
+        return f"{crc32(msgspec.json.encode((catalogue, resident))):08x}"
+
+
 class SpanKind(StrEnum):
     """What an instance takes time for."""
 
@@ -662,6 +692,8 @@ class Watch(Protocol):
     def readiness(self) -> Readiness: ...
 
     def activity(self) -> Activity: ...
+
+    def load(self) -> Load: ...
 
     def model_activity(self, name: ModelName) -> ModelActivity:
         """Raises `ModelNotFound`."""

@@ -40,6 +40,7 @@ from appliance.service.interface import (
     Activity,
     InstanceActivity,
     InstanceVerification,
+    Load,
     ModelActivity,
     RequestActivity,
     Snapshot,
@@ -148,6 +149,7 @@ def _unix_seconds(about: str) -> dict[str, Any]:
 
 OPERATIONS: Final = (
     Operation("get", "/api/status", "What instances and models do now.", Activity),
+    Operation("get", "/api/load", "What a router asks each second.", Load),
     Operation("get", "/api/snapshot", "Everything at one time.", Snapshot),
     Operation("get", "/api/requests", "List the live requests.", Requests),
     Operation(

@@ -283,13 +283,16 @@ async def test_both_headers_are_understood(house: House, header: str) -> None:
         assert (await client.get("/v1/models", headers={header: value})).status_code == 200
 
 
-@pytest.mark.parametrize(("scope", "opens"), [(Scope.INFER, "/v1"), (Scope.ADMIN, "/api")])
+@pytest.mark.parametrize(
+    ("scope", "opens"),
+    [(Scope.INFER, "/v1"), (Scope.ADMIN, "/api /metrics"), (Scope.OBSERVE, "/api/load /metrics")],
+)
 async def test_scopes(house: House, scope: Scope, opens: str) -> None:
-    """Each opens its own endpoints, and the other's are 403."""
+    """Each opens its own endpoints, and the others' are 403; what observers read, admins may."""
     secret = house.add("alice", scopes=(scope,))
     async with house.client(secret) as client:
-        for path in ("/v1/models", "/v1/models/small", "/api/status", "/api/policies", "/metrics"):
-            mine = path.startswith("/v1") == (opens == "/v1")
+        for path in ("/v1/models", "/v1/models/small", "/api/status", "/api/load", "/metrics"):
+            mine = path.startswith(tuple(opens.split()))
             answer = await client.get(path)
             assert (answer.status_code == 403) == (not mine), path
             if not mine:
@@ -299,11 +302,27 @@ async def test_scopes(house: House, scope: Scope, opens: str) -> None:
 def test_what_is_not_known_is_an_operator_s() -> None:
     """An endpoint that nobody thought of is not open by accident."""
     assert scope_of("/api/whatever") is Scope.ADMIN
+    assert scope_of("/api/load/more") is Scope.ADMIN
     assert scope_of("/v1") is Scope.ADMIN
     assert scope_of("/v1/load_lora_adapter") is Scope.ADMIN
     assert scope_of("/v1/unload_lora_adapter") is Scope.ADMIN
     assert scope_of("/api/chat") is Scope.INFER
     assert scope_of("/livez") is None
+
+
+async def test_load_tells_of_no_other_models(house: House) -> None:
+    """Names that the key does not know are in no list, and `version` is of those it knows."""
+    limited = house.add("a", scopes=(Scope.OBSERVE,), models=("small",))
+    whole = house.add("b", scopes=(Scope.OBSERVE,))
+    answers = []
+    for secret in (limited, whole):
+        async with house.client(secret) as client:
+            answers.append((await client.get("/api/load")).json())
+
+    assert answers[0]["catalogue"] == ["small"] == answers[0]["resident"] == answers[0]["host"]
+    assert answers[0]["coming"] == []
+    assert answers[1]["catalogue"] == ["small", "org/small"]
+    assert answers[0]["version"] != answers[1]["version"]
 
 
 async def test_open_metrics(house: House) -> None:

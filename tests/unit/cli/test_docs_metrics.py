@@ -80,6 +80,10 @@ def test_the_dashboard_shows_everything_of_ours() -> None:
         "appliance_kv_disk_errors_total",  # for alerts: 0 unless the disk fails
         "appliance_kv_recomputed_tokens_total",  # for alerts: 0 unless the host cache is too small
         "appliance_kv_fragmentation",  # by shape: the panel has the whole
+        "appliance_kv_usage_ratio",  # for routers of several boxes, as are the next three
+        "appliance_models_info",
+        "appliance_requests_running",
+        "appliance_requests_waiting",
         "appliance_prefills_total",  # equals the requests unless a worker is lost
         "appliance_prefetches_total",  # the panel has the ratio
     }

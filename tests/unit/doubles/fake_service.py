@@ -18,6 +18,7 @@ from appliance.service.interface import (
     InstanceVerification,
     KvShapeActivity,
     KvTierActivity,
+    Load,
     ModelActivity,
     ModelCard,
     ModelNotFound,
@@ -224,6 +225,21 @@ class FakeService:
                 ModelActivity(model="org/small", state="cold"),
             ),
             kv={"host": KvTierActivity(fragmentation=0.25, shapes={"300": KV})},
+        )
+
+    def load(self) -> Load:
+        return Load(
+            catalogue=tuple(self._cards),
+            resident=("small",),
+            coming=("org/small",),
+            host=("small", "org/small"),
+            waiting=0,
+            running=len(self.live),
+            queue_age_seconds=0.0,
+            pool_free_bytes=600,
+            attainment=0.98,
+            draining=False,
+            version=Load.version_of(tuple(self._cards), ("small",)),
         )
 
     async def pool_map(self, number: int) -> SlabMap:

@@ -1,0 +1,1 @@
+"""Several boxes behind one address: what routers in front of them need."""
