@@ -73,6 +73,16 @@ class Reach:
             if requests > measured.requests or kv_tokens > measured.kv_tokens:
                 asked.beyond_seconds += seconds
 
+    def add(self, other: Reach) -> None:
+        """Hear of everything that another heard of."""
+        for name, (measured, heard) in other._asked.items():
+            _, asked = self._of(name, measured)
+            asked.seconds += heard.seconds
+            asked.beyond_seconds += heard.beyond_seconds
+            asked.prompt_tokens = max(asked.prompt_tokens, heard.prompt_tokens)
+            asked.requests = max(asked.requests, heard.requests)
+            asked.kv_tokens = max(asked.kv_tokens, heard.kv_tokens)
+
     def beyond(self) -> dict[str, Beyond]:
         """By profile, in alphabetical order; only those that were asked for more than they know."""
         return {
