@@ -2,9 +2,10 @@
 
     resident > coming > in host cache > on disk; a crowded box comes after all that are not
 
-Boxes that are alike in that get requests by their load, and ties go by prefix or session. A router
-knows what it has sent to a box since the box was asked last, and counts that (`BoxState.sent`):
-otherwise all requests between two polls would go to the same box.
+Boxes that are alike in that get requests by their load, then by the age of their queue, and ties go
+by model, or by prefix or session. A router knows what it has sent to a box since the box was asked
+last, and counts that (`BoxState.sent`): otherwise all requests between two polls would go to the
+same box.
 
 Ties are broken by rendezvous hashing, so that routers that know the same choose the same without a
 word between them, and a box that comes or goes moves only its own share.
@@ -20,12 +21,10 @@ from typing import Final, TypeAlias
 
 from appliance.vocabulary import ModelName, Word
 
-CROWDED_SECONDS: Final = 1.0
-"""A box whose oldest waiting request is older is crowded, if another one that may take the request
-is not: its queue costs more than a switch elsewhere."""
-CROWDED_FACTOR, CROWDED_SLACK = 2.0, 8
-"""So is one with more requests than so many times the mean of the boxes and so many more: what was
-sent since the last poll shows in no queue's age yet."""
+CROWDED_FACTOR, CROWDED_SLACK = 1.5, 4
+"""A box is crowded with more requests than so many times the mean of the boxes and so many more;
+then others come first. The age of its queue does not say that: a request whose model is read from
+disk waits longest, on a box that has little to do."""
 TIE_FACTOR, TIE_SLACK = 1.25, 2
 """Boxes tie whose requests are at most so many times those of the least busy one, and so many
 more."""
@@ -130,30 +129,25 @@ def choose_least_busy(
 def choose_residency(
     request: FleetRequest, boxes: Sequence[BoxState], chance: float
 ) -> BoxState | None:
-    """The box where the model is nearest, and of those the one with the least queue; ties go by
-    model, so that a model that is nowhere comes to one box."""
+    """The box where the model is nearest, and of those the one with the fewest requests, then the
+    youngest queue; ties go by model, so that a model that is nowhere comes to one box."""
     nearest = _nearest(request.model, _able(request, boxes))
-    if not nearest:
-        return None
-    if nearness(nearest[0], request.model) >= Nearness.HOST:
-        return _by_hash(request.model, _tied(nearest))
-    return min(
-        nearest,
-        key=lambda box: (box.requests, box.load.queue_age_seconds, _weight(request.model, box)),
-    )
+    return _least_loaded(request.model, nearest) if nearest else None
 
 
 def choose_residency_prefix(
     request: FleetRequest, boxes: Sequence[BoxState], chance: float
 ) -> BoxState | None:
-    """The same, but a session stays on its box among those where the model is as near, while that
-    box is about as busy as the others: its prefix may be cached there."""
+    """The same, but a session stays on its box among those where the model is resident or coming,
+    while that box is about as busy as the others: its prefix may be cached there."""
     nearest = _nearest(request.model, _able(request, boxes))
-    if not request.session or not nearest:
-        return choose_residency(request, nearest, chance)
-    if nearness(nearest[0], request.model) >= Nearness.HOST:
-        return _by_hash(request.model, _tied(nearest))
-    return _by_hash(request.session, _tied(nearest))
+    if not nearest:
+        return None
+    if not request.session or nearness(nearest[0], request.model) >= Nearness.HOST:
+        return _least_loaded(request.model, nearest)
+    most = TIE_FACTOR * min([box.requests for box in nearest]) + TIE_SLACK
+    tied = [box for box in nearest if box.requests <= most]
+    return min(tied, key=lambda box: _weight(request.session, box))
 
 
 ROUTERS: Final[Mapping[str, Choose]] = {
@@ -170,28 +164,20 @@ def _able(request: FleetRequest, boxes: Sequence[BoxState]) -> list[BoxState]:
 
 
 def _nearest(model: ModelName, able: Sequence[BoxState]) -> list[BoxState]:
-    """The boxes that are not crowded, or all if all are, and of those the nearest ones."""
+    """The boxes that are not crowded, and of those the nearest ones; none if none is able."""
     if not able:
         return []
     most = CROWDED_FACTOR * math.fsum([box.requests for box in able]) / len(able) + CROWDED_SLACK
-    free = [
-        box
-        for box in able
-        if box.load.queue_age_seconds <= CROWDED_SECONDS and box.requests <= most
-    ]
-    ranked = [(nearness(box, model), box) for box in free or able]
+    free = [box for box in able if box.requests <= most]
+    ranked = [(nearness(box, model), box) for box in free]
     best = min([rank for rank, _ in ranked])
     return [box for rank, box in ranked if rank == best]
 
 
-def _tied(boxes: Sequence[BoxState]) -> list[BoxState]:
-    """Those that are about as busy as the least busy one."""
-    most = TIE_FACTOR * min([box.requests for box in boxes]) + TIE_SLACK
-    return [box for box in boxes if box.requests <= most]
-
-
-def _by_hash(key: str, boxes: Sequence[BoxState]) -> BoxState:
-    return min(boxes, key=lambda box: _weight(key, box))
+def _least_loaded(model: ModelName, boxes: Sequence[BoxState]) -> BoxState:
+    return min(
+        boxes, key=lambda box: (box.requests, box.load.queue_age_seconds, _weight(model, box))
+    )
 
 
 def _weight(key: str, box: BoxState) -> tuple[int, str]:

@@ -113,7 +113,7 @@ FLEET_COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = [
     ("SWITCHES/REQUEST", "switches_per_request", "{:.3f}".format),
     ("LOADS/REQUEST", "loads_per_request", "{:.3f}".format),
     ("SAME BOX", "same_box_share", share),
-    ("BUSIEST BOX", "busiest_box_ratio", "{:.2f}×".format),
+    ("BUSIEST BOX", "busiest_box_ratio", "{:.2f}".format),
     ("WORST BOX", "worst_box_attainment", share),
 ]
 """Where there are several boxes."""

@@ -45,9 +45,7 @@ class FleetSetting(Word, frozen=True, kw_only=True):
 
     def catalogue(self, box: int, models: Sequence[ModelName]) -> frozenset[ModelName]:
         """The n-th model is on the box that is n-th in turn, and on those after it."""
-        return frozenset(
-            [m for n, m in enumerate(models) if (box - n) % self.boxes < self.copies]
-        )
+        return frozenset([m for n, m in enumerate(models) if (box - n) % self.boxes < self.copies])
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,9 @@ class FleetTrial:
     """Requests sent to the box that got most, over the mean."""
 
 
-def play_fleet(setting: Setting, contender: Contender, fleet: FleetSetting, choose: Choose) -> FleetTrial:
+def play_fleet(
+    setting: Setting, contender: Contender, fleet: FleetSetting, choose: Choose
+) -> FleetTrial:
     """Have the router spread the requests of the setting over boxes like the setting's, each under
     the policy. Raises what `play` raises, and `LabError` for a request that no box may take."""
     setting = dataclasses.replace(setting, box=contender.system.box(setting.box))
@@ -96,7 +96,9 @@ def play_fleet(setting: Setting, contender: Contender, fleet: FleetSetting, choo
 class _Box:
     """One of them, ready for its first request."""
 
-    def __init__(self, setting: Setting, contender: Contender, fleet: FleetSetting, number: int) -> None:
+    def __init__(
+        self, setting: Setting, contender: Contender, fleet: FleetSetting, number: int
+    ) -> None:
         self.name = f"box-{number}"
         self.catalogue = fleet.catalogue(number, [model.name for model in setting.models])
         own = dataclasses.replace(

@@ -196,9 +196,7 @@ class Holdings:
     @property
     def kv_slabs(self) -> int:
         """Of each GPU."""
-        return sum(
-            [engine.slabs() for engine in self._holders() if engine.used or engine.leaving]
-        )
+        return sum([engine.slabs() for engine in self._holders() if engine.used or engine.leaving])
 
     def kv_use(self) -> dict[int, tuple[int, int]]:
         """By the bytes of a block: bytes of the blocks in use, and of the slabs they lie in, on all

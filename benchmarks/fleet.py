@@ -1,0 +1,174 @@
+"""What a router in front of several boxes is worth: a simulation, by the lab's fleet.
+
+    python -m benchmarks.fleet small|large|long --json FILE
+
+`small` plays 1, 4 and 16 boxes: every router at the same load, the load at which it still keeps
+90 % of token deadlines, and how old the router's knowledge may be. `large` plays 64 boxes with a
+thousand models, `long` ten minutes of them, and counts the CPU time. Each adds to the file what it
+found.
+Nothing here ran on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from appliance.fleet.ranking import ROUTERS
+from appliance.lab.experiments.comparison import Match, played
+from benchmarks.provenance import made, write
+
+SCENARIO: Final = Path(__file__).parent / "scenarios/fleet.toml"
+POLICY: Final = "appliance"
+MODELS: Final = {1: (1, 15), 4: (4, 59), 16: (16, 234), 64: (62, 938)}
+"""By boxes: models that are asked for often, and the others."""
+LOAD: Final = 1.5
+"""Times the scenario's rate, at which all are compared."""
+GRID: Final = tuple(0.5 * 1.2**step for step in range(12))
+"""Loads that are tried for the capacity."""
+KEPT: Final = 0.9
+POLLS: Final = (0.1, 1.0, 5.0)
+METRICS: Final = (
+    "requests",
+    "token_attainment",
+    "request_attainment",
+    "ttft_p50_seconds",
+    "ttft_p99_seconds",
+    "busy_share",
+    "switches",
+    "loads",
+)
+
+Cell = dict[str, Any]
+
+
+def play(boxes: int, router: str, load: float, poll: float = 1.0, minutes: int = 3) -> Cell:
+    """One run, and the CPU time that it took."""
+    often, seldom = MODELS[boxes]
+    changes = {
+        "fleet.boxes": str(boxes),
+        "fleet.poll": f"{poll}s",
+        "models.0.count": str(often),
+        "models.1.count": str(seldom),
+        "arrivals.rate_scale": f"{load:.4f}",
+        "duration": f"{minutes}m",
+    }
+    began = time.process_time()
+    found = played(Match(path=str(SCENARIO), policy=POLICY, seed=1, router=router, changes=changes))
+    spent = time.process_time() - began
+    assert found.fleet is not None
+    cell = {"boxes": boxes, "models": often + seldom, "router": router, "load": round(load, 4)}
+    cell |= {"poll_seconds": poll, "minutes": minutes, "cpu_seconds": round(spent, 1)}
+    cell |= {name: found.metrics[name] for name in METRICS}
+    cell |= {name: getattr(found.fleet, name) for name in found.fleet.__struct_fields__[1:]}
+    print(
+        f"{boxes:3} boxes {router:16} load {load:5.2f} poll {poll:3.1f} s: tokens"
+        f" {cell['token_attainment']:.3f}, loads/request {cell['loads_per_request']:.2f},"
+        f" {spent:.1f} s of CPU",
+        flush=True,
+    )
+    return cell
+
+
+def capacity(grid: Sequence[float], kept: Callable[[float], float]) -> float:
+    """The load at which `KEPT` of the deadlines are kept, between the last one of the grid that
+    keeps them and the first that does not; 0 if none does, the last if all do."""
+    low, high = -1, len(grid)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if kept(grid[middle]) >= KEPT:
+            low = middle
+        else:
+            high = middle
+    if low < 0 or high == len(grid):
+        return grid[-1] if low >= 0 else 0.0
+    above, below = kept(grid[low]), kept(grid[high])
+    return grid[low] + (grid[high] - grid[low]) * (above - KEPT) / (above - below)
+
+
+def searched(boxes: int, router: str, grid: Sequence[float], save: Callable[[Cell], None]) -> float:
+    """The capacity of boxes behind a router; every run on the way is saved."""
+    known: dict[float, float] = {}
+
+    def kept(load: float) -> float:
+        if load not in known:
+            cell = play(boxes, router, load)
+            save(cell)
+            known[load] = cell["token_attainment"]
+        return known[load]
+
+    return round(capacity(grid, kept), 3)
+
+
+def around(load: float) -> Sequence[float]:
+    """The loads of the grid next to a capacity that fewer boxes have."""
+    below = max(n for n, one in enumerate(GRID) if one <= max(load, GRID[0]))
+    return GRID[max(0, below - 1) : below + 3]
+
+
+class Results:
+    """The file, written after every run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.all: dict[str, Any] = {"what": "simulation of the lab; no GPU was used"}
+        self.all |= {"scenario": SCENARIO.name, "policy": POLICY, "kept": KEPT}
+        self.all |= {"compared": [], "polls": [], "searched": [], "capacity": {}, "long": []}
+        if path.is_file():
+            self.all = json.loads(path.read_text(encoding="utf-8"))
+        self.all |= made()
+
+    def add(self, part: str, cell: Cell) -> None:
+        self.all[part].append(cell)
+        write(self.all, self._path)
+
+    def carries(self, boxes: int, router: str, load: float) -> None:
+        self.all["capacity"].setdefault(str(boxes), {})[router] = load
+        write(self.all, self._path)
+
+    def capacities(self, boxes: int) -> Mapping[str, float]:
+        found: Mapping[str, float] = self.all["capacity"].get(str(boxes), {})
+        return found
+
+
+def small(results: Results) -> None:
+    for boxes in (1, 4, 16):
+        for router in ROUTERS:
+            results.add("compared", play(boxes, router, LOAD))
+        fewer = results.capacities(boxes // 4)
+        for router in ROUTERS if boxes > 1 else ("random",):
+            grid = around(fewer[router]) if boxes == 16 else GRID
+            found = searched(boxes, router, grid, lambda cell: results.add("searched", cell))
+            results.carries(boxes, router, found)
+    for poll in POLLS:
+        results.add("polls", play(16, "residency", LOAD, poll))
+
+
+def large(results: Results) -> None:
+    for router in ROUTERS:
+        results.add("compared", play(64, router, LOAD))
+    for router in ("random", "residency"):
+        grid = around(results.capacities(16)[router])[1:3]
+        found = searched(64, router, grid, lambda cell: results.add("searched", cell))
+        results.carries(64, router, found)
+
+
+def long(results: Results) -> None:
+    results.add("long", play(64, "residency", LOAD, minutes=10))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parts = {"small": small, "large": large, "long": long}
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--json", type=Path, required=True, help="the file of results")
+    given = parser.parse_args()
+    parts[given.part](Results(given.json))
+
+
+if __name__ == "__main__":
+    main()
