@@ -28,7 +28,7 @@ MODELS: Final = {1: (1, 15), 4: (4, 59), 16: (16, 234), 64: (62, 938)}
 """By boxes: models that are asked for often, and the others."""
 LOAD: Final = 1.5
 """Times the scenario's rate, at which all are compared."""
-GRID: Final = tuple(0.5 * 1.2**step for step in range(12))
+GRID: Final = tuple(0.5 * 1.2**step for step in range(16))
 """Loads that are tried for the capacity."""
 KEPT: Final = 0.9
 POLLS: Final = (0.1, 1.0, 5.0)

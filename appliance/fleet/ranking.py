@@ -13,8 +13,8 @@ word between them, and a box that comes or goes moves only its own share.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final, TypeAlias
@@ -180,6 +180,7 @@ def _least_loaded(model: ModelName, boxes: Sequence[BoxState]) -> BoxState:
     )
 
 
-def _weight(key: str, box: BoxState) -> tuple[int, str]:
-    """Its place among the boxes for this key: the least weight is first."""
-    return zlib.crc32(f"{key}\0{box.name}".encode()), box.name
+def _weight(key: str, box: BoxState) -> bytes:
+    """Its place among the boxes for this key: the least weight is first. A checksum would not do:
+    the differences between its values for two boxes are the same for all keys."""
+    return hashlib.blake2b(f"{key}\0{box.name}".encode(), digest_size=8).digest()
