@@ -1,11 +1,11 @@
 """What a router in front of several boxes is worth: a simulation, by the lab's fleet.
 
-    python -m benchmarks.fleet small|large --json FILE
+    python -m benchmarks.fleet small|large|costs --json FILE
 
 `small` plays 1, 4 and 16 boxes: every router at the same load, the load at which it still keeps
 90 % of token deadlines, and how old the router's knowledge may be. `large` plays 64 boxes with a
 thousand models: ten minutes, with the CPU time that they take, and random routing at the same load.
-Each adds to the file what it found.
+`costs` is the work of the router itself, on this machine. Each adds to the file what it found.
 Nothing here ran on a GPU.
 """
 
@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from appliance.fleet.ranking import ROUTERS
+import msgspec
+
+from appliance.fleet.ranking import ROUTERS, BoxLoad, BoxState, FleetRequest
 from appliance.lab.experiments.comparison import Match, played
 from benchmarks.provenance import made, write
 
@@ -117,7 +119,14 @@ class Results:
         self._path = path
         self.all: dict[str, Any] = {"what": "simulation of the lab; no GPU was used"}
         self.all |= {"scenario": SCENARIO.name, "policy": POLICY, "kept": KEPT}
-        self.all |= {"compared": [], "polls": [], "searched": [], "capacity": {}, "long": []}
+        self.all |= {
+            "compared": [],
+            "polls": [],
+            "searched": [],
+            "capacity": {},
+            "long": [],
+            "costs": [],
+        }
         if path.is_file():
             self.all = json.loads(path.read_text(encoding="utf-8"))
         self.all |= made()
@@ -157,9 +166,47 @@ def large(results: Results) -> None:
         results.add("compared", play(64, router, LOAD))
 
 
+def costs(results: Results) -> None:
+    """What a router itself has to do, by the number of boxes: a choice, and taking in polls."""
+    models = [f"m{n:03}" for n in range(1000)]
+    encoder = msgspec.json.Encoder(enc_hook=sorted)
+    for boxes in (64, 1024, 4096):
+        states = [BoxState(name=f"box-{n}", load=_load_of(n, boxes, models)) for n in range(boxes)]
+        answers = [encoder.encode(state.load) for state in states[:64]]
+        requests = [FleetRequest(model=models[n * 7], session=f"s{n}") for n in range(40)]
+        cell: Cell = {"boxes": boxes, "models": len(models)}
+        for router, choose in ROUTERS.items():
+            began = time.process_time()
+            for request in requests:
+                choose(request, states, 0.5)
+            spent = (time.process_time() - began) / len(requests)
+            cell[f"{router}_choice_seconds"] = round(spent, 7)
+        began = time.process_time()
+        for answer in answers:
+            msgspec.json.decode(answer, type=BoxLoad)
+        cell["poll_decode_seconds"] = round((time.process_time() - began) / len(answers), 7)
+        cell["poll_bytes"] = sum(map(len, answers)) // len(answers)
+        print(cell)
+        results.add("costs", cell)
+
+
+def _load_of(number: int, boxes: int, models: Sequence[str]) -> BoxLoad:
+    """Eight models on the devices of each box and forty images in its host cache."""
+    first = number * len(models) // boxes
+    turned = [*models[first:], *models[:first]]
+    return BoxLoad(
+        catalogue=frozenset(models),
+        resident=frozenset(turned[:8]),
+        coming=frozenset(turned[8:9]),
+        host=frozenset(turned[:40]),
+        waiting=number % 3,
+        running=number % 7,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parts = {"small": small, "large": large}
+    parts = {"small": small, "large": large, "costs": costs}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--json", type=Path, required=True, help="the file of results")
     given = parser.parse_args()
