@@ -33,14 +33,27 @@ def test_larger_fleets_are_searched_next_to_smaller_ones() -> None:
 
 
 def test_results_are_added_to(tmp_path: Path) -> None:
-    """A second run keeps what the first one found."""
+    """A second program keeps what the first one found, and makes no run again; it ends after as
+    many new runs as were asked for."""
     path = tmp_path / "fleet.json"
-    Results(path).add("compared", {"boxes": 1})
-    results = Results(path)
-    results.add("compared", {"boxes": 4})
-    results.carries(4, "random", 1.25)
+    cell = {"boxes": 1, "router": "random", "load": 0.5, "poll_seconds": 1.0, "minutes": 3}
+    Results(path).add("runs", cell)
+    results = Results(path, left=0)
 
-    written = json.loads(path.read_text())
-    assert written["compared"] == [{"boxes": 1}, {"boxes": 4}]
-    assert Results(path).capacities(4) == {"random": 1.25}
-    assert written["commit"]
+    assert results.run(1, "random", 0.5) == cell
+    with pytest.raises(SystemExit, match="ask again"):
+        results.run(1, "random", 0.6)
+    assert json.loads(path.read_text())["runs"] == [cell]
+
+
+def test_a_capacity_is_kept(tmp_path: Path) -> None:
+    """It is found from runs that are there, and written down."""
+    path = tmp_path / "fleet.json"
+    results = Results(path, left=0)
+    for load, kept in ((1.0, 0.95), (2.0, 0.85)):
+        cell = {"boxes": 4, "router": "random", "load": load, "poll_seconds": 1.0, "minutes": 3}
+        results.add("runs", cell | {"token_attainment": kept})
+
+    results.search(4, "random", [1.0, 2.0])
+
+    assert Results(path).capacities(4) == {"random": 1.5}
