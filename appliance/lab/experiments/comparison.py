@@ -97,6 +97,7 @@ def _played_fleet(match: Match, chosen: Scenario, contender: Contender) -> Match
     name, warmup_seconds = f"{match.policy}, {match.router}", chosen.warmup_seconds
     found = outcome(name, match.seed, trial.together, warmup_seconds, with_curves=False)
     attained = [measure(run, warmup_seconds).request_attainment for run in trial.boxes]
+    known = [share for share in attained if not math.isnan(share)]
     requests = max(1, len(setting.arrivals))
     figures = FleetFigures(
         boxes=fleet.boxes,
@@ -104,7 +105,7 @@ def _played_fleet(match: Match, chosen: Scenario, contender: Contender) -> Match
         loads_per_request=round(found.metrics["loads"] / requests, 6),
         same_box_share=round(trial.same_box_share, 6),
         busiest_box_ratio=round(trial.busiest_box_ratio, 6),
-        worst_box_attainment=min([one for one in attained if one == one], default=math.nan),
+        worst_box_attainment=round(min(known, default=math.nan), 6),
     )
     return msgspec.structs.replace(found, system=contender.system, fleet=figures)
 
