@@ -1,1 +1,1 @@
-"""Several boxes behind one address: what routers in front of them need."""
+"""Several boxes as one fleet: what is known of each of them, and which one a request goes to."""

@@ -93,6 +93,8 @@ def run(
     with _errors(plot_path):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
+        if chosen.fleet is not None and plot_path is not None:
+            raise LabError("--plot: there are plots of one box only, and this is a fleet")
         matches = [
             Match(
                 path=str(path),
@@ -100,8 +102,10 @@ def run(
                 seed=seed,
                 changes=changed,
                 curves=plot_path is not None,
+                router=router,
             )
             for policy in _policies(chosen, policies)
+            for router in _routers(chosen)
             for seed in _seeds(chosen, seeds)
         ]
         with MatchPool(min(jobs, len(matches))) as arena, _progress(len(matches)) as done:
@@ -241,6 +245,7 @@ def sweep(
     with _errors(plot_path):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
+        _one_box(chosen, "sweep")
         load: LoadAxis = (
             ModelsLoad(chosen, step, most) if over == "models" else RateLoad(chosen, step, most)
         )
@@ -324,6 +329,7 @@ def plan(
     with _errors(None):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
+        _one_box(chosen, "plan")
         all_seeds = _seeds(chosen, seeds)
         with MatchPool(min(jobs, len(all_seeds))) as arena, _progress(None) as done:
 
@@ -405,6 +411,19 @@ def _policies(chosen: Scenario, given: Sequence[str]) -> Sequence[str]:
     if not names:
         raise LabError("the scenario names no policies: give --policy")
     return names
+
+
+def _routers(chosen: Scenario) -> Sequence[str]:
+    """Those of a fleet; of one box none, which goes by the empty name."""
+    if chosen.fleet is None:
+        return [""]
+    chosen.fleet.setting(chosen.seeds[0])  # what is wrong with it is said before anything runs
+    return chosen.fleet.routers
+
+
+def _one_box(chosen: Scenario, command: str) -> None:
+    if chosen.fleet is not None:
+        raise LabError(f"{command}: it is for one box, and the scenario is of a fleet; use run")
 
 
 def _seeds(chosen: Scenario, count: int | None) -> Sequence[int]:

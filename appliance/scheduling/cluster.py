@@ -56,6 +56,9 @@ class Cluster:
         self._models = models
         self._demands = demands
         self._slab_bytes = slab_bytes
+        self._unasked: dict[ModelName, tuple[ModelSpec, KvShape | None, ModelView]] = {}
+        """Views of models that nothing was ever asked of, and what they were made of: most of a
+        large catalogue."""
 
     def candidates(self, request: RequestSpec, wanted: Role) -> list[InstanceState]:
         """Live instances that are meant for the request in this role. An SLO goes before a plan:
@@ -244,13 +247,23 @@ class Cluster:
         return batch.view
 
     def _model_view(self, model: ModelSpec, now: float) -> ModelView:
+        demand, shape = self._demands.of[model.name], self.kv_shape(model.name)
+        if demand.updated > -math.inf:
+            return self._made_model_view(model, shape, now)
+        known = self._unasked.get(model.name)
+        if known is None or known[0] is not model or known[1] is not shape:
+            known = (model, shape, self._made_model_view(model, shape, now))
+            self._unasked[model.name] = known
+        return known[2]
+
+    def _made_model_view(self, model: ModelSpec, shape: KvShape | None, now: float) -> ModelView:
         demand = self._demands.of[model.name]
         left = demand.decay(now)
         return ModelView(
             name=model.name,
             weight_bytes=model.weight_bytes,
-            kv_bytes_per_token=self._kv_bytes_per_token(model.name),
-            device_bytes_per_token=self._device_bytes_per_token(model.name),
+            kv_bytes_per_token=0 if shape is None else shape.bytes_per_token,
+            device_bytes_per_token=self._device_bytes_per_token(shape),
             slo=model.slo,
             pinned=model.pinned,
             parts=1,
@@ -270,8 +283,7 @@ class Cluster:
         shape = self.kv_shape(model)
         return 0 if shape is None else shape.bytes_per_token
 
-    def _device_bytes_per_token(self, model: ModelName) -> float:
-        shape = self.kv_shape(model)
+    def _device_bytes_per_token(self, shape: KvShape | None) -> float:
         if shape is None:
             return 0.0
         group_bytes = shape.group_blocks * shape.block_bytes

@@ -4,6 +4,7 @@ them next or a policy wants them ahead, or taken away; engines built."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 from typing import Final
 
 from appliance.scheduling.cluster import Cluster
@@ -131,9 +132,9 @@ class Prefetcher:
         wants, else in the order of the catalogue."""
         if not instance.unbuilt:
             return
-        others = [model for model in instance.unbuilt if instance.may_serve(model)]
-        preloads = [model for model in self.preloads if model in others]
-        for model in [*instance.upcoming(), *preloads, *others]:
+        # Of a thousand models mostly the first is taken, so no list of all is made.
+        others = filter(instance.may_serve, chain(self.preloads, instance.unbuilt))
+        for model in chain(instance.upcoming(), others):
             if model in instance.unbuilt and model not in self._failed:
                 self.build(instance, model)
                 return

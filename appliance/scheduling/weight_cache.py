@@ -50,6 +50,11 @@ class HostWeightCache:
         """Not needed any more, but still being written or read."""
         return self._evict_pending
 
+    @property
+    def whole(self) -> frozenset[ModelName]:
+        """Models whose image is whole. O(images)."""
+        return frozenset([m for m, master in self._weight_cache.items() if master.filler is None])
+
     def get(self, model: ModelName) -> Master | None:
         """The model's image, whole or not."""
         return self._weight_cache.get(model)

@@ -6,6 +6,7 @@ in whatever order.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,9 +15,12 @@ from pathlib import Path
 import msgspec
 
 from appliance.errors import ApplianceError, LabError
+from appliance.fleet.ranking import ROUTERS
 from appliance.lab.experiments import scenario
 from appliance.lab.experiments.metrics import Curves, curves, fragmentation_by_shape, measure
-from appliance.lab.experiments.run import SAME_MECHANISM, System, Trial, play
+from appliance.lab.experiments.run import SAME_MECHANISM, Contender, System, Trial, play
+from appliance.lab.experiments.scenario import Scenario
+from appliance.lab.fleet.play import play_fleet
 from appliance.lab.sim.extrapolation import Beyond
 from appliance.vocabulary import Word
 
@@ -30,6 +34,8 @@ class Match(Word, frozen=True, kw_only=True):
     changes: Mapping[str, str] = {}
     curves: bool = False
     """Whether there will be plots."""
+    router: str = ""
+    """Of a fleet; empty for the scenario's one box."""
 
 
 class MatchResult(Word, frozen=True, kw_only=True):
@@ -51,6 +57,21 @@ class MatchResult(Word, frozen=True, kw_only=True):
     beyond: Mapping[str, Beyond] = {}
     """By profile: what was asked of it that it was not fitted to."""
     curves: Curves | None = None
+    fleet: FleetFigures | None = None
+    """None for one box."""
+
+
+class FleetFigures(Word, frozen=True, kw_only=True):
+    """How requests were spread over boxes. NaN where there was nothing to measure."""
+
+    boxes: int
+    switches_per_request: float
+    loads_per_request: float
+    same_box_share: float
+    """See `FleetTrial`."""
+    busiest_box_ratio: float
+    worst_box_attainment: float
+    """Of both targets, on the box where it is the least."""
 
 
 def played(match: Match) -> MatchResult:
@@ -58,11 +79,35 @@ def played(match: Match) -> MatchResult:
     path = Path(match.path)
     chosen = scenario.read(path, match.changes)
     contender = chosen.contender(match.policy)
+    if match.router:
+        return _played_fleet(match, chosen, contender)
     trial = play(chosen.setting(match.seed, path.parent), contender)
     found = outcome(
         match.policy, match.seed, trial, chosen.warmup_seconds, with_curves=match.curves
     )
     return msgspec.structs.replace(found, system=contender.system)
+
+
+def _played_fleet(match: Match, chosen: Scenario, contender: Contender) -> MatchResult:
+    if chosen.fleet is None:
+        raise LabError("the scenario has no fleet for a router")
+    setting = chosen.setting(match.seed, Path(match.path).parent)
+    fleet = chosen.fleet.setting(match.seed)
+    trial = play_fleet(setting, contender, fleet, ROUTERS[match.router])
+    name, warmup_seconds = f"{match.policy}, {match.router}", chosen.warmup_seconds
+    found = outcome(name, match.seed, trial.together, warmup_seconds, with_curves=False)
+    attained = [measure(run, warmup_seconds).request_attainment for run in trial.boxes]
+    known = [share for share in attained if not math.isnan(share)]
+    requests = max(1, len(setting.arrivals))
+    figures = FleetFigures(
+        boxes=fleet.boxes,
+        switches_per_request=round(found.metrics["switches"] / requests, 6),
+        loads_per_request=round(found.metrics["loads"] / requests, 6),
+        same_box_share=round(trial.same_box_share, 6),
+        busiest_box_ratio=round(trial.busiest_box_ratio, 6),
+        worst_box_attainment=round(min(known, default=math.nan), 6),
+    )
+    return msgspec.structs.replace(found, system=contender.system, fleet=figures)
 
 
 def outcome(

@@ -31,6 +31,8 @@ class ComparisonReport(Word, frozen=True, kw_only=True):
         document = msgspec.to_builtins(msgspec.structs.replace(self, outcomes=plain))
         for outcome in document["outcomes"]:
             del outcome["curves"]
+            if outcome["fleet"] is None:
+                del outcome["fleet"]
         return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
     def means(self) -> dict[str, dict[str, float]]:
@@ -43,6 +45,16 @@ class ComparisonReport(Word, frozen=True, kw_only=True):
 
     def policies(self) -> list[str]:
         return list(dict.fromkeys(outcome.policy for outcome in self.outcomes))
+
+    def fleets(self) -> dict[str, dict[str, float]]:
+        """The figures of each fleet, averaged over its seeds; empty for one box."""
+        found: dict[str, dict[str, float]] = {}
+        for policy in self.policies():
+            rows = [one.fleet for one in self.outcomes if one.policy == policy and one.fleet]
+            if rows:
+                names = rows[0].__struct_fields__
+                found[policy] = {n: mean(getattr(row, n) for row in rows) for n in names}
+        return found
 
     def systems(self) -> dict[str, str]:
         """What switches cost in the systems that the policies are of, where that is not what they
@@ -97,6 +109,16 @@ BATCH_COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = [
     ("DONE/S", "batch_done_per_second", "{:.2f}".format),
 ]
 """Where there are requests of that class."""
+FLEET_COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = [
+    ("SWITCHES/REQUEST", "switches_per_request", "{:.3f}".format),
+    ("LOADS/REQUEST", "loads_per_request", "{:.3f}".format),
+    ("SAME BOX", "same_box_share", share),
+    ("BUSIEST BOX", "busiest_box_ratio", "{:.2f}".format),
+    ("WORST BOX", "worst_box_attainment", share),
+]
+"""Where there are several boxes."""
+SAMPLED = ("gpus_with_work", "fragmentation")
+"""Metrics of samples, which fleets have none of."""
 
 
 def table(report: ComparisonReport) -> Table:
@@ -108,8 +130,12 @@ def table(report: ComparisonReport) -> Table:
     made = Table(box=None, pad_edge=False, title=report.title, title_justify="left")
     made.add_column("POLICY", no_wrap=True)
     some_batch = any(means["batch_requests"] > 0 for means in report.means().values())
+    fleets = report.fleets()
     columns = [*COLUMNS, *(BATCH_COLUMNS if some_batch else ())]
-    for name in ["TOKENS", *(title for title, _, _ in columns)]:
+    if fleets:
+        columns = [column for column in columns if column[1] not in SAMPLED]
+    of_fleets = FLEET_COLUMNS if fleets else ()
+    for name in ["TOKENS", *(title for title, _, _ in [*columns, *of_fleets])]:
         made.add_column(name, no_wrap=True, justify="right")
     systems = report.systems()
     if any(systems.values()):
@@ -120,5 +146,6 @@ def table(report: ComparisonReport) -> Table:
         if len(tokens) > 1:
             shown += f" ±{(max(tokens) - min(tokens)) / 2:.1%}"
         cells = [write(means[name]) for _, name, write in columns]
+        cells += [write(fleets[policy][name]) for _, name, write in of_fleets]
         made.add_row(policy, shown, *cells, *([systems[policy]] if any(systems.values()) else []))
     return made

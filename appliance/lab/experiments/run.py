@@ -22,6 +22,7 @@ from appliance.policies.loader import load_stack
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.cost_model import CostModel
 from appliance.scheduling.machine import Machine
+from appliance.scheduling.policy_api import Policy
 from appliance.service.policy_report import PolicyChoice, PolicyFault
 from appliance.vocabulary import ModelName, ModelSpec, RequestId, Word
 
@@ -141,13 +142,10 @@ def play(setting: Setting, contender: Contender) -> Trial:
     stack = contender.stack(lengths)
     swaps = [(seconds, successor.stack(lengths)) for seconds, successor in contender.successors]
     setting = dataclasses.replace(setting, box=contender.system.box(setting.box))
-    box = setting.box
-    host = HostLedger(box.host_bytes, box.slab_bytes, setting.kv_floor_slabs)
-    disk = DiskLedger(box.disk_bytes)
-    machine = Machine(setting.models, box.instances, host, stack, setting.costs(), disk)
+    machine = machine_for(setting, stack)
     run = simulate(
         machine,
-        box,
+        setting.box,
         setting.profiles,
         setting.arrivals,
         setting.seconds,
@@ -159,4 +157,12 @@ def play(setting: Setting, contender: Contender) -> Trial:
     machine.check_integrity()
     stacks = [stack, *(successor for _, successor in swaps)]
     faults = [fault for one in stacks for fault in one.take_faults()]
-    return Trial(run, faults, host.peak_kv_slabs * box.slab_bytes)
+    return Trial(run, faults, machine.host.peak_kv_slabs * setting.box.slab_bytes)
+
+
+def machine_for(setting: Setting, policy: Policy) -> Machine:
+    """The daemon's machine on the box of a setting."""
+    box = setting.box
+    host = HostLedger(box.host_bytes, box.slab_bytes, setting.kv_floor_slabs)
+    disk = DiskLedger(box.disk_bytes)
+    return Machine(setting.models, box.instances, host, policy, setting.costs(), disk)

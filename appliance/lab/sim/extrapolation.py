@@ -73,6 +73,16 @@ class Reach:
             if requests > measured.requests or kv_tokens > measured.kv_tokens:
                 asked.beyond_seconds += seconds
 
+    def add(self, other: Reach) -> None:
+        """Take in everything that was asked of another."""
+        for name, (measured, other_asked) in other._asked.items():
+            _, asked = self._of(name, measured)
+            asked.seconds += other_asked.seconds
+            asked.beyond_seconds += other_asked.beyond_seconds
+            asked.prompt_tokens = max(asked.prompt_tokens, other_asked.prompt_tokens)
+            asked.requests = max(asked.requests, other_asked.requests)
+            asked.kv_tokens = max(asked.kv_tokens, other_asked.kv_tokens)
+
     def beyond(self) -> dict[str, Beyond]:
         """By profile, in alphabetical order; only those that were asked for more than they know."""
         return {

@@ -7,7 +7,7 @@ KV on its way out still holds is refused for now, and has to wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from appliance.errors import LabError
 from appliance.lab.hardware import Box, ModelProfile
@@ -26,6 +26,9 @@ from appliance.vocabulary import (
 )
 
 Known = Callable[[RequestId], Life | None]
+
+ENOUGH_TO_LOOK = 16
+"""Engines among which those that hold nothing any more are looked for."""
 
 
 class Holdings:
@@ -50,6 +53,8 @@ class Holdings:
         self._files = f"files {number}"
         self._ended = ended
         self.engines: dict[ModelName, SimulatedEngine] = {}
+        self._holding: dict[ModelName, SimulatedEngine] = {}
+        """Those that may hold slabs: few of a large catalogue."""
         self.moves_out = 0
         """Under way."""
 
@@ -59,6 +64,7 @@ class Holdings:
         shape = profile.kv_shape(slab, self._box.block_tokens)
         engine = SimulatedEngine(profile, shape, profile.weight_slabs(slab))
         self.engines[model] = engine
+        self._holding.pop(model, None)
         return engine
 
     # --- weights ---------------------------------------------------------------------------------
@@ -76,6 +82,7 @@ class Holdings:
         if not self.has_room_for(model):
             return False
         engine.mapped = True
+        self._holding[model] = engine
         if engine.in_host:
             link, lane, nbytes = self._inwards, WEIGHTS, engine.profile.shard_bytes
         else:
@@ -184,20 +191,18 @@ class Holdings:
     @property
     def weight_slabs(self) -> int:
         """Of each GPU."""
-        return sum([engine.weight_slabs for engine in self.engines.values() if engine.mapped])
+        return sum([engine.weight_slabs for engine in self._holders() if engine.mapped])
 
     @property
     def kv_slabs(self) -> int:
         """Of each GPU."""
-        return sum(
-            [engine.slabs() for engine in self.engines.values() if engine.used or engine.leaving]
-        )
+        return sum([engine.slabs() for engine in self._holders() if engine.used or engine.leaving])
 
     def kv_use(self) -> dict[int, tuple[int, int]]:
         """By the bytes of a block: bytes of the blocks in use, and of the slabs they lie in, on all
         GPUs together."""
         found: dict[int, tuple[int, int]] = {}
-        for engine in self.engines.values():
+        for engine in self._holders():
             if engine.used or engine.leaving:
                 shape = engine.shape.block_bytes
                 used, mapped = found.get(shape, (0, 0))
@@ -206,6 +211,14 @@ class Holdings:
                     mapped + engine.slabs() * self._box.slab_bytes * engine.profile.tp,
                 )
         return found
+
+    def _holders(self) -> Collection[SimulatedEngine]:
+        """The engines that hold slabs, and some that held some lately."""
+        held = self._holding
+        if len(held) > ENOUGH_TO_LOOK:
+            for model in [m for m, e in held.items() if not (e.mapped or e.used or e.leaving)]:
+                del held[model]
+        return held.values()
 
     def has_room(self, slabs: int, what: str) -> bool:
         """Whether so many slabs are free now; raises `LabError` if they never will be."""
@@ -222,7 +235,7 @@ class Holdings:
 
     def can_grow(self, model: ModelName, blocks: int, cap_slabs: int) -> bool:
         """Whether the model's KV may grow by so many blocks now."""
-        engine = self.engines[model]
+        engine = self._holding[model] = self.engines[model]
         slabs = engine.slabs(blocks)
         if slabs > cap_slabs:
             return False

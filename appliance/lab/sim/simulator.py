@@ -116,13 +116,16 @@ def simulate(
     Raises `LabError` when a command asks an instance for what cannot be, and what `Machine.handle`
     raises.
     """
-    simulation = _Simulation(machine, box, profiles, arrivals, deviation, lengths, start)
+    simulation = BoxSimulation(machine, box, profiles, arrivals, deviation, lengths, start)
     if visitor is not None:
         simulation.visit(visitor)
     return simulation.run(until, swaps)
 
 
-class _Simulation:
+class BoxSimulation:
+    """One box: `run` plays it to its end. Where something else says what comes, such as the router
+    of a fleet, it is begun, offered requests, advanced and ended, in that order, by the caller."""
+
     def __init__(
         self,
         machine: Machine,
@@ -133,7 +136,7 @@ class _Simulation:
         lengths: MutableMapping[RequestId, int] | None,
         start: Start | None,
     ) -> None:
-        self._machine = machine
+        self.machine = machine
         self._box = box
         self._agenda = Agenda()
         self._recorder = Recorder()
@@ -162,29 +165,43 @@ class _Simulation:
             for number in machine.instances
         }
 
-    def run(self, until: float, swaps: Iterable[tuple[float, Policy]]) -> SimulationRun:
-        self._begin()
+    def run(self, until: float, swaps: Iterable[tuple[float, Policy]] = ()) -> SimulationRun:
+        """Play from 0 to `until` seconds. Raises what `simulate` raises."""
+        self.begin()
         for seconds, policy in swaps:
             self._agenda.at(seconds, Rank.SWAP, partial(self._swap, policy))
         holdings = {number: one.holdings for number, one in self._instances.items()}
         samples = []
         for at in times(until):
-            while self._agenda.step(at):
-                self._tell()
-                self._await_deadline()
-            samples.append(look(at, self._machine, holdings, self._box.slab_bytes))
+            self.advance(at)
+            samples.append(look(at, self.machine, holdings, self._box.slab_bytes))
+        return self.ended(until, samples)
+
+    def offer(self, arrival: Arrival) -> None:
+        """Have a request come at its time, which is not before the time advanced to."""
+        self._agenda.at(arrival.seconds, Rank.ARRIVAL, partial(self._arrive, arrival))
+
+    def advance(self, until: float) -> None:
+        """Have everything happen up to this time. Raises what `simulate` raises."""
+        step, tell, await_deadline = self._agenda.step, self._tell, self._await_deadline
+        while step(until):
+            tell()
+            await_deadline()
+
+    def ended(self, until: float, samples: Sequence[Sample] = ()) -> SimulationRun:
+        """What happened up to the time advanced to."""
         return SimulationRun(
             recorder=self._recorder,
             until=until,
             instances=len(self._instances),
             events=self._events,
-            preemptions=sum(self._machine.preemptions.values()),
+            preemptions=sum(self.machine.preemptions.values()),
             samples=samples,
             tp=self._box.tp,
             pool_bytes=self._box.slabs * self._box.slab_bytes,
         )
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Have the workers connect, and the machine know the backlog as if it had waited since."""
         for instance in self._instances.values():
             instance.start()
@@ -212,7 +229,7 @@ class _Simulation:
         commands: list[Command] = []
         while self._facts:
             self._events += 1
-            commands += self._machine.handle(self._facts.popleft(), at)
+            commands += self.machine.handle(self._facts.popleft(), at)
         return commands
 
     def visit(self, visitor: Visitor) -> None:
@@ -229,7 +246,7 @@ class _Simulation:
 
     def _tell(self) -> None:
         """Have the machine hear of everything that happened now, and its commands begun."""
-        handle, now = self._machine.handle, self._agenda.now
+        handle, now = self.machine.handle, self._agenda.now
         while self._facts:
             self._events += 1
             self._carry_out(handle(self._facts.popleft(), now))
@@ -277,11 +294,11 @@ class _Simulation:
             self._instances[number].work()
 
     def _swap(self, policy: Policy) -> None:
-        self._carry_out(self._machine.set_policy(policy, self._agenda.now))
+        self._carry_out(self.machine.set_policy(policy, self._agenda.now))
 
     def _await_deadline(self) -> None:
         """Tell the machine when the time is there that it waits for."""
-        deadline = self._machine.next_deadline()
+        deadline = self.machine.next_deadline()
         tick = self._tick
         if tick is not None and tick.action is not None:
             if tick.seconds == deadline:
@@ -308,7 +325,7 @@ class _Simulation:
 
     def _arrive(self, arrival: Arrival) -> None:
         """The machine hears of a request that may have as many tokens as its context has room."""
-        model = self._machine.models[arrival.model]
+        model = self.machine.models[arrival.model]
         room = max(1, model.max_context_tokens - arrival.prompt_tokens)
         limit = room if arrival.max_tokens is None else min(room, arrival.max_tokens)
         number = len(self._recorder.lives)

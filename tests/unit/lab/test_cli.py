@@ -60,9 +60,10 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
             else:
                 assert result.exit_code == 0, result.output
                 printed.append(result.stdout)
-    assert len(printed) == 11 + PLOTS
+    assert len(printed) == 12 + PLOTS
     assert printed[0].split().count("aegaeon") == 1
-    assert "a third prefills" in printed[-9]
+    assert "a third prefills" in printed[-10]
+    assert "appliance, residency_prefix" in printed[-9]
     assert "MODELS AT 90.0%" in printed[-8]
     assert "HOST GIB" in printed[-7]
     assert "from data sheets: tiny" in printed[-6]

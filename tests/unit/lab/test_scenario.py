@@ -15,6 +15,7 @@ from appliance.lab.experiments.run import SAME_MECHANISM
 from appliance.lab.experiments.scenario import (
     Arrivals,
     Deviates,
+    FleetTable,
     GivenProfile,
     Hardware,
     ModelGroup,
@@ -483,14 +484,14 @@ def test_the_reference_rows_are_what_they_say(
     "section",
     [
         *(Scenario, Hardware, SloTargets, ModelGroup, Arrivals, RatePhase),
-        *(ScenarioPolicy, SystemTable, Deviates, GivenProfile),
+        *(ScenarioPolicy, SystemTable, Deviates, FleetTable, GivenProfile),
     ],
 )
 def test_every_key_is_documented(section: type) -> None:
     """In docs/lab.md."""
     text = (ROOT / "docs/lab.md").read_text()
     text = text[text.index("| table | keys |") :]
-    tables = {"hardware", "slo", "models", "arrivals", "policies", "deviation", "profiles"}
+    tables = {"hardware", "slo", "models", "arrivals", "policies", "deviation", "profiles", "fleet"}
     for field in msgspec.structs.fields(section):
         if field.encode_name in tables:
             assert f"[{field.encode_name}" in text

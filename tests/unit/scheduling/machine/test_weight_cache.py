@@ -62,6 +62,18 @@ def test_the_least_recently_used_image_gives_way() -> None:
     assert cluster.machine.weight_cache.get("a") is None
 
 
+def test_whole_images_are_known() -> None:
+    """One that an instance still fills is none of them."""
+    models = {name: ModelDouble(4, shape()) for name in "abc"}
+    cluster = ClusterDouble(models, slabs=9, max_context=128, host_slabs=11, kv_floor_slabs=3)
+    cache = cluster.machine.weight_cache
+
+    cache.take("b", 4, filler=0, now=0.0)
+    assert cache.whole == set()
+    cache.filled("b", 1)
+    assert cache.whole == {"b"}
+
+
 def test_an_encoded_image_gives_slabs_back() -> None:
     """What an image does not take any more is another model's room; instances that come later
     adopt what is left of it."""

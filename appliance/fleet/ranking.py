@@ -1,0 +1,186 @@
+"""Which box of a fleet a request goes to: pure functions of what boxes last said of their load.
+
+    resident > coming > in host cache > on disk; a crowded box comes after all that are not
+
+Boxes that are alike in that get requests by their load, then by the age of their queue, and ties go
+by model, or by prefix or session. A router knows what it has sent to a box since the box was asked
+last, and counts that (`BoxState.sent`): otherwise all requests between two polls would go to the
+same box.
+
+Ties are broken by rendezvous hashing, so that routers that know the same choose the same without a
+word between them, and a box that comes or goes moves only its own share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Final, TypeAlias
+
+from appliance.vocabulary import ModelName, Word
+
+CROWDED_FACTOR, CROWDED_SLACK = 1.5, 4
+"""A box is crowded with more requests than so many times the mean of the boxes and so many more;
+then others come first. The age of its queue does not say that: a request whose model is read from
+disk waits longest, on a box that has little to do."""
+TIE_FACTOR, TIE_SLACK = 1.25, 2
+"""Boxes tie whose requests are at most so many times those of the least busy one, and so many
+more."""
+
+
+class BoxLoad(Word, frozen=True, kw_only=True):
+    """What a box says of itself."""
+
+    catalogue: frozenset[ModelName]
+    """Models that it serves."""
+    resident: frozenset[ModelName] = frozenset()
+    """Models whose weights are on a device."""
+    coming: frozenset[ModelName] = frozenset()
+    """Models that are loaded now, or that requests wait for."""
+    host: frozenset[ModelName] = frozenset()
+    """Models with a whole image in the host cache."""
+    waiting: int = 0
+    """Requests without a token."""
+    running: int = 0
+    """Requests with some."""
+    queue_age_seconds: float = 0.0
+    """How long the oldest request that waits has waited."""
+    pool_free_bytes: int = 0
+    attainment: float | None = None
+    """Share of late requests that met their SLO targets; None if there were none."""
+    draining: bool = False
+    version: str = ""
+
+
+class BoxState(Word, frozen=True, kw_only=True):
+    """A box as its router knows it."""
+
+    name: str
+    load: BoxLoad
+    """As of the last poll."""
+    dead: bool = False
+    """Whether it does not answer."""
+    sent: int = 0
+    """Requests that the router sent to it since the last poll."""
+    sent_models: Mapping[ModelName, int] = {}
+    """The same by model: they are coming there now."""
+
+    def takes(self, model: ModelName) -> bool:
+        """Whether a request of the model may go there."""
+        return not self.dead and not self.load.draining and model in self.load.catalogue
+
+    @property
+    def requests(self) -> int:
+        """Those that it had, and those that it was sent since."""
+        return self.load.waiting + self.load.running + self.sent
+
+
+class Nearness(IntEnum):
+    """How near a model is to a device of a box; less is nearer."""
+
+    RESIDENT = 0
+    COMING = 1
+    HOST = 2
+    DISK = 3
+
+
+class FleetRequest(Word, frozen=True, kw_only=True):
+    """A request that has to go somewhere. `session` names its session, or the prefix of its prompt;
+    empty if neither is known."""
+
+    model: ModelName
+    session: str = ""
+
+
+Choose: TypeAlias = Callable[[FleetRequest, Sequence[BoxState], float], BoxState | None]
+"""The box for a request, or None if none may take it. O(boxes). The float, in [0, 1), is the chance
+that a choice may depend on."""
+
+
+def nearness(box: BoxState, model: ModelName) -> Nearness:
+    """Of a model on a box, as far as its router knows."""
+    load = box.load
+    if model in load.resident:
+        return Nearness.RESIDENT
+    if model in load.coming or model in box.sent_models:
+        return Nearness.COMING
+    return Nearness.HOST if model in load.host else Nearness.DISK
+
+
+def choose_random(
+    request: FleetRequest, boxes: Sequence[BoxState], chance: float
+) -> BoxState | None:
+    """Any box."""
+    able = _able(request, boxes)
+    return able[int(chance * len(able))] if able else None
+
+
+def choose_least_busy(
+    request: FleetRequest, boxes: Sequence[BoxState], chance: float
+) -> BoxState | None:
+    """Any of the boxes with the fewest requests."""
+    able = _able(request, boxes)
+    fewest = min([box.requests for box in able], default=0)
+    return choose_random(request, [box for box in able if box.requests == fewest], chance)
+
+
+def choose_residency(
+    request: FleetRequest, boxes: Sequence[BoxState], chance: float
+) -> BoxState | None:
+    """The box where the model is nearest, and of those the one with the fewest requests, then the
+    youngest queue; ties go by model, so that a model that is nowhere comes to one box."""
+    nearest = _nearest(request.model, _able(request, boxes))
+    return _least_loaded(request.model, nearest) if nearest else None
+
+
+def choose_residency_prefix(
+    request: FleetRequest, boxes: Sequence[BoxState], chance: float
+) -> BoxState | None:
+    """The same, but a session stays on its box among those where the model is resident or coming,
+    while that box is about as busy as the others: its prefix may be cached there."""
+    nearest = _nearest(request.model, _able(request, boxes))
+    if not nearest:
+        return None
+    if not request.session or nearness(nearest[0], request.model) >= Nearness.HOST:
+        return _least_loaded(request.model, nearest)
+    most = TIE_FACTOR * min([box.requests for box in nearest]) + TIE_SLACK
+    tied = [box for box in nearest if box.requests <= most]
+    return min(tied, key=lambda box: _weight(request.session, box))
+
+
+ROUTERS: Final[Mapping[str, Choose]] = {
+    "random": choose_random,
+    "least_busy": choose_least_busy,
+    "residency": choose_residency,
+    "residency_prefix": choose_residency_prefix,
+}
+"""By the names that scenarios give them."""
+
+
+def _able(request: FleetRequest, boxes: Sequence[BoxState]) -> list[BoxState]:
+    return [box for box in boxes if box.takes(request.model)]
+
+
+def _nearest(model: ModelName, able: Sequence[BoxState]) -> list[BoxState]:
+    """The boxes that are not crowded, and of those the nearest ones; none if none is able."""
+    if not able:
+        return []
+    most = CROWDED_FACTOR * math.fsum([box.requests for box in able]) / len(able) + CROWDED_SLACK
+    free = [box for box in able if box.requests <= most]
+    ranked = [(nearness(box, model), box) for box in free]
+    best = min([rank for rank, _ in ranked])
+    return [box for rank, box in ranked if rank == best]
+
+
+def _least_loaded(model: ModelName, boxes: Sequence[BoxState]) -> BoxState:
+    return min(
+        boxes, key=lambda box: (box.requests, box.load.queue_age_seconds, _weight(model, box))
+    )
+
+
+def _weight(key: str, box: BoxState) -> bytes:
+    """Its place among the boxes for this key: the least weight is first. A checksum would not do:
+    the differences between its values for two boxes are the same for all keys."""
+    return hashlib.blake2b(f"{key}\0{box.name}".encode(), digest_size=8).digest()

@@ -1,0 +1,1 @@
+"""Several simulated boxes behind a router."""

@@ -1,0 +1,59 @@
+"""The benchmark of fleets: how it finds a capacity, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fleet import GRID, Results, around, capacity
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(2.5, 2.5), (0.5, 0.0), (9.0, 4.0)],
+)
+def test_a_capacity_is_between_two_loads(limit: float, expected: float) -> None:
+    """What is kept falls by a tenth for each load of 1 past the limit less 1: the capacity is where
+    nine tenths are left, none if the least load is too much, the greatest if none is."""
+    found = capacity([1.0, 2.0, 3.0, 4.0], lambda load: 1.0 - max(0.0, load - limit + 1) / 10)
+
+    assert found == pytest.approx(expected)
+
+
+def test_larger_fleets_are_searched_next_to_smaller_ones() -> None:
+    """Four loads of the grid, with the smaller fleet's capacity between the two in the middle."""
+    loads = around(1.1)
+
+    assert len(loads) == 4
+    assert loads[1] <= 1.1 <= loads[2]
+    assert set(loads) <= set(GRID)
+    assert around(0.0)[0] == GRID[0]
+
+
+def test_results_are_added_to(tmp_path: Path) -> None:
+    """A second program keeps what the first one found, and makes no run again; it ends after as
+    many new runs as were asked for."""
+    path = tmp_path / "fleet.json"
+    cell = {"boxes": 1, "router": "random", "load": 0.5, "poll_seconds": 1.0, "minutes": 3}
+    Results(path).add("runs", cell)
+    results = Results(path, left=0)
+
+    assert results.run(1, "random", 0.5) == cell
+    with pytest.raises(SystemExit, match="ask again"):
+        results.run(1, "random", 0.6)
+    assert json.loads(path.read_text())["runs"] == [cell]
+
+
+def test_a_capacity_is_kept(tmp_path: Path) -> None:
+    """It is found from runs that are there, and written down."""
+    path = tmp_path / "fleet.json"
+    results = Results(path, left=0)
+    for load, kept in ((1.0, 0.95), (2.0, 0.85)):
+        cell = {"boxes": 4, "router": "random", "load": load, "poll_seconds": 1.0, "minutes": 3}
+        results.add("runs", cell | {"token_attainment": kept})
+
+    results.search(4, "random", [1.0, 2.0])
+
+    assert Results(path).capacities(4) == {"random": 1.5}
