@@ -1,7 +1,7 @@
 """Checks the built site: ``python packaging/site/site_check.py SITE`` prints what is wrong with it.
 
-Nothing in it has a browser ask another host, no link within it is dead, and the search knows every page.
-`make docs` runs this after MkDocs, which checks the links of the pages but not those of the theme.
+Nothing in it has a browser ask another host, no link within it is dead, and the search knows every
+page. `make docs` runs this after MkDocs, which checks links of pages but not those of the theme.
 """
 
 from __future__ import annotations

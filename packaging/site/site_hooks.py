@@ -1,7 +1,7 @@
 """How MkDocs makes the site: its files, the names of headings, and scripts that it brings along.
 
-MkDocs calls these functions (`hooks` in ``mkdocs.yml``). Pages keep their paths in the repository, which
-links between them follow; `site_pages` says where each is in the site.
+MkDocs calls these functions (`hooks` in ``mkdocs.yml``). Pages keep their paths in the repository,
+which links between them follow; `site_pages` says where each is in the site.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRIPTS: Final = {
     "iframe-worker/shim/index.js": "iframe-worker.js",
     "iframe-worker/LICENSE": "iframe-worker-licence.txt",
 }
-"""Files of npm's packages, and their names in the site: the theme would fetch them from another host."""
+"""Files of npm's packages, which the theme would fetch from another host, and their names here."""
 
 
 class Folder(File):
@@ -62,7 +62,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """A page in the dialect of MkDocs. What was decided and changed is found after what is true now."""
+    """A page in the dialect of MkDocs. The search finds what is true before what was decided."""
     if page.file.src_uri.startswith(site_pages.HISTORY):
         page.meta["search"] = {"boost": 0.3}
     return site_markdown.for_mkdocs(markdown)

@@ -1,8 +1,9 @@
 """Lists and tables as MkDocs' Markdown wants them.
 
-Pages are written in the Markdown of Git hosts: a list may follow a line of text, what belongs to an item is
-indented as far as its text, and a bar in a cell is escaped, in code, too. Python-Markdown, which MkDocs uses, wants an
-empty line before a list, four spaces for each level, and shows the escape of a bar in code.
+Pages are written in the Markdown of Git hosts: a list may follow a line of text, what belongs to an
+item is indented as far as its text, and a bar in a cell is escaped, in code, too. Python-Markdown,
+which MkDocs uses, wants an empty line before a list and four spaces for each level, and shows the
+escape of a bar in code.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Page:
         return bool(self.lines and self.lines[-1].strip())
 
     def _item(self, line: str) -> re.Match[str] | None:
-        """The beginning of a line that is an item of a list, and neither code nor a part of a sentence."""
+        """The beginning of an item, if the line is one: neither code nor a part of a sentence."""
         found = _ITEM.match(line)
         if found is None or _indent(line) >= (self._texts or [0])[-1] + _LEVEL:
             return None

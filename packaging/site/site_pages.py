@@ -1,7 +1,8 @@
 """Which files of the repository the documents' site has, and where in it each is.
 
-The site has the pages of ``docs/`` and of the repository's root, and what they lead to, so that no link of a
-page is dead on it: other pages, sources, pictures. Paths are relative to the repository, with slashes.
+The site has the pages of ``docs/`` and of the repository's root, and what they lead to: other
+pages, sources, pictures. So no link of a page is dead on it. Paths are relative to the repository,
+with slashes.
 """
 
 from __future__ import annotations
@@ -56,10 +57,7 @@ def folders(pages: list[str]) -> dict[str, str]:
 def place(file: str) -> str:
     """Where in the site a file is: pages as HTML, sources as text that a browser shows."""
     path = PurePosixPath(file)
-    if path.parts[0] == "docs":
-        path = path.relative_to("docs")
-    else:
-        path = OTHERS / path
+    path = path.relative_to("docs") if path.parts[0] == "docs" else OTHERS / path
     if path.suffix == ".md":
         name = "index" if path.name == "README.md" and path.parts[0] != OTHERS else path.stem
         return str(path.with_name(f"{name}.html"))

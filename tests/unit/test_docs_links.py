@@ -60,7 +60,7 @@ def links(page: Path) -> list[tuple[Path, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    """To files, to folders that have a page, and to the one heading or name that a fragment means."""
+    """To files, to folders that have a page, and to the only heading or name of a fragment."""
     for target, fragment in links(page):
         link = f"{page.name} links to {target.relative_to(ROOT)}#{fragment}"
         assert (target / "README.md" if target.is_dir() else target).is_file(), link

@@ -1,4 +1,4 @@
-"""The documents' site has every page once, in four groups, and its tools find what is wrong with it.
+"""The documents' site has every page once, in four groups, and its tools find what is wrong.
 
 `make docs` builds it; that fetches MkDocs, so no test does.
 """
@@ -57,7 +57,7 @@ def entries(part: Any) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    """Those of `docs/`, without single decisions, which their index lists; and no page that is not there."""
+    """Those of `docs/`, without single decisions, which their index lists; all of them exist."""
     listed = Counter(entries(CONFIGURATION["nav"]))
     paths = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
 
@@ -100,13 +100,13 @@ def test_warnings_end_the_build_and_fonts_are_the_readers() -> None:
 
 
 def test_the_site_has_what_its_pages_lead_to(pages: ModuleType, tmp_path: Path) -> None:
-    """Pages, sources and pictures in the repository, whatever leads to them; not what is only quoted."""
+    """Pages, sources and pictures in the repository; not what is only quoted."""
     written = {
         "README.md": "[all](docs) [gone](gone.md) [away](https://example.org/x.md)",
         "docs/README.md": "[a](a.md#part) [out](../../outside.md)",
-        "docs/a.md": "![p](../p.svg) [m](../more/m.md)\n```\n[q](../quoted.py)\n```\n`[q](../quoted.py)`",
+        "docs/a.md": "![p](../p.svg) [m](../more/m.md)\n```\n[q](../q.py)\n```\n`[q](../q.py)`",
         "more/m.md": "[source](s.py) [back](../docs/a.md) [spaces](two%20words.txt)",
-        **dict.fromkeys(("p.svg", "more/s.py", "quoted.py", "more/two words.txt"), ""),
+        **dict.fromkeys(("p.svg", "more/s.py", "q.py", "more/two words.txt"), ""),
         "../outside.md": "",
     }
     root = tmp_path / "repository"
