@@ -13,7 +13,7 @@ COVERED := tests/unit/scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-autopilot test-gpu gpu-lease gpu-dry test-clients fuzz chaos pins lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-autopilot test-gpu gpu-lease gpu-dry test-clients fuzz chaos docs pins lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,6 +145,24 @@ fuzz: $(VENV)/.dev ## Requests made from the OpenAPI document, then spoilt ones,
 
 chaos: $(VENV)/.dev ## Everything goes wrong for 20 minutes under load (docs/operations.md)
 	$(BIN)/python -m tests.chaos --minutes 20
+
+# An environment of its own: what makes the site is not what the appliance needs.
+DOCS := build/docs
+
+$(DOCS)/venv/.made: requirements/docs.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq $(PINNED) -r $<
+	@touch $@
+
+$(DOCS)/node/.made: packaging/site/package.json packaging/site/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --prefix $(@D) --silent --no-audit --no-fund --ignore-scripts
+	@touch $@
+
+docs: $(DOCS)/venv/.made $(DOCS)/node/.made ## These documents as a site in build/docs/site; fetches 250 MB once, needs npm; not in CI
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/venv/bin/mkdocs build
+	$(PYTHON) packaging/site/site_check.py $(DOCS)/site
 
 pins: build/pins/.made ## Write the hashes of requirements/, after a change of a version in it
 	$(PYTHON) packaging/pins.py build/pins/bin/uv

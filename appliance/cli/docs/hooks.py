@@ -236,7 +236,7 @@ def _closure(names: set[str]) -> list[str]:
 
 def _word_section(name: str) -> list[str]:
     definition = _definition(name)
-    lines = [f"### {name}", ""]
+    lines = [f"### {_title(name)}", ""]
     if isinstance(definition, ast.AnnAssign):
         value = "" if definition.value is None else ast.unparse(definition.value)
         return [*lines, f"`{value}`: {_lowered(_assigned_docs(policy_api)[name])}"]
@@ -354,5 +354,11 @@ def _lowered(text: str) -> str:
     return text if keeps else text[:1].lower() + text[1:]
 
 
+def _title(name: str) -> str:
+    """The heading of a view or an answer, which is not that of a hook in other letters."""
+    return f"{name} (answer)" if name.lower() in HOOKS else name
+
+
 def _link(name: str) -> str:
-    return f"[`{name}`](#{name.lower()})"
+    fragment = re.sub(r"[^\w -]", "", _title(name).lower()).replace(" ", "-")
+    return f"[`{name}`](#{fragment})"
