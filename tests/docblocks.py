@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -44,25 +45,26 @@ def pages() -> list[str]:
 @cache
 def blocks_of(page: str) -> tuple[Block, ...]:
     """All blocks of a page, in order."""
-    tokens = MarkdownIt("commonmark").parse((ROOT / page).read_text(encoding="utf-8"))
-    found = []
+    return tuple(read_blocks(page, (ROOT / page).read_text(encoding="utf-8")))
+
+
+def read_blocks(page: str, text: str) -> Iterator[Block]:
+    """Those of a text, as blocks of this page."""
+    tokens = MarkdownIt("commonmark").parse(text)
     for before, token in zip([None, *tokens], tokens, strict=False):
         if token.type not in ("fence", "code_block"):
             continue
         assert token.map is not None
         above = before.content.strip() if before and before.type == "html_block" else ""
         reason = above.removeprefix(_MARK).removesuffix("-->").strip()
-        found.append(
-            Block(
-                page,
-                token.map[0] + 1,
-                token.info.strip(),
-                token.content,
-                reason if above.startswith(_MARK) else None,
-                indented=token.type == "code_block",
-            )
+        yield Block(
+            page,
+            token.map[0] + 1,
+            token.info.strip(),
+            token.content,
+            reason if above.startswith(_MARK) else None,
+            indented=token.type == "code_block",
         )
-    return tuple(found)
 
 
 def code_blocks(page: str, *languages: str, containing: str = "") -> list[Block]:
@@ -83,14 +85,18 @@ def code_blocks(page: str, *languages: str, containing: str = "") -> list[Block]
 
 @cache
 def taken() -> dict[str, str]:
-    """The place of each block that a test takes, and the file of the test, or of the last one."""
+    """The place of each block that a test takes, and the file of the test, or of the last one.
+
+    A test that takes a block which is not there takes none, and fails by itself.
+    """
     found = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for call in _calls(path):
             page, *languages = (ast.literal_eval(one) for one in call.args)
             options = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
-            for block in code_blocks(page, *languages, **options):
-                found[block.place] = str(path.relative_to(ROOT))
+            with suppress(LookupError):
+                for block in code_blocks(page, *languages, **options):
+                    found[block.place] = str(path.relative_to(ROOT))
     return found
 
 

@@ -18,17 +18,24 @@ from tests.docblocks import Block
 from tests.docshell import begins_with_a_command, check_commands
 
 DIAGRAMS: Final = ("stateDiagram-v2", "flowchart", "sequenceDiagram", "xychart-beta")
+REMEDY: Final = (
+    "Correct it; or have a test take it with `tests.docblocks.code_blocks` and run it; or put "
+    "`<!-- not run: reason -->` on the line before it."
+)
 MODEL: Final = {"name": "completing", "path": "m", "max_context": 64}
 
 
 def check(block: Block) -> None:
-    """Raises `AssertionError` that says what is wrong with a block."""
-    assert block.language, "name its language"
-    assert block.language in LANGUAGES, (
-        f"a block of {block.language} is not checked by itself: have a test take it with "
-        "`tests.docblocks.code_blocks`, or put `<!-- not run: reason -->` on the line before it"
-    )
-    LANGUAGES[block.language](block.text)
+    """Raises `AssertionError` that says where a block is, what is wrong with it and what to do."""
+    try:
+        if block.indented:
+            _formula(block.text)
+            return
+        assert block.language, "it has no language"
+        assert block.language in LANGUAGES, f"nothing checks {block.language} by itself"
+        LANGUAGES[block.language](block.text)
+    except Exception as error:
+        raise AssertionError(f"{block.place}: {error}\n{REMEDY}") from error
 
 
 def _configuration(text: str) -> None:
@@ -72,10 +79,10 @@ def _mermaid(text: str) -> None:
         assert len(json.loads(lines[name])) == len(labels), f"{name}: not one for each label"
 
 
-def check_indented(block: Block) -> None:
-    """An indented block is a formula, and no command: those need a language."""
-    for line in block.text.splitlines():
-        assert not begins_with_a_command(line), "put a command into ```sh"
+def _formula(text: str) -> None:
+    """An indented block has no language, so it may have no commands."""
+    for line in text.splitlines():
+        assert not begins_with_a_command(line), f"`{line}` is a command: put it into a fence, ```sh"
 
 
 LANGUAGES: Final[dict[str, Callable[[str], object]]] = {
