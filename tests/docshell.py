@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
@@ -216,6 +217,8 @@ def _python(words: list[str]) -> None:
     if words[:2] == ["-m", "pytest"]:
         for word in words[2:]:
             assert word.startswith("-") or (ROOT / word).exists(), f"there is no {word}"
+        return
+    if words[0] == "-m" and words[1].partition(".")[0] in sys.stdlib_module_names:
         return
     if words[0] == "-m":
         words = [f"{words[1].replace('.', '/')}.py", *words[2:]]

@@ -119,7 +119,7 @@ async def test_the_header_of_what_is_ignored(core: StandInCore) -> None:
                 "model": "small",
                 "input": "Hello",
                 "tools": [{"type": "web_search"}],
-                "user": "anna",
+                "safety_identifier": "anna",
                 "prompt_cache_key": "1",
             },
         )
