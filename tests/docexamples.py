@@ -1,17 +1,15 @@
-"""The examples of documentation pages: commands, and the answers that are shown behind them."""
+"""Examples of requests in documents: commands, and the answers that are shown behind them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from appliance.service.front_paths import is_front_path
+from tests.docblocks import Block
 
-DOCS: Final = Path(__file__).parents[1] / "docs"
 ADDRESS: Final = "http://127.0.0.1:11500"
-_BLOCK: Final = re.compile(r"^```(sh|json|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _STRICT: Final = 'curl() { command curl --silent --show-error --fail-with-body "$@"; }\n'
 
 
@@ -33,18 +31,17 @@ class Example(NamedTuple):
         return _STRICT + self.command.replace(ADDRESS, url)
 
 
-def examples(*pages: str) -> Iterator[Example]:
-    """Those of pages below docs/, in order."""
+def examples(blocks: Iterable[Block]) -> Iterator[Example]:
+    """Those of blocks of commands and answers, in order."""
     command = ""
-    text = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in pages)
-    for kind, block in _BLOCK.findall(text):
-        if kind != "sh":
-            yield Example(command, kind, block)
+    for block in blocks:
+        if block.language != "sh":
+            yield Example(command, block.language, block.text)
             command = ""
             continue
         if command:
             yield Example(command, "", "")
-        command = block
+        command = block.text
     if command:
         yield Example(command, "", "")
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from tests.docblocks import Block
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -92,13 +93,12 @@ def appliance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Appliance]:
 
 
 @pytest.fixture
-def recipe(appliance: Appliance) -> Callable[..., str]:
-    """An example of a page of docs/recipes, the first of its language if none is numbered."""
+def recipe(appliance: Appliance) -> Callable[[list[Block]], str]:
+    """The only one of blocks of docs/recipes, for this daemon."""
 
-    def read(page: str, language: str, number: int = 0) -> str:
-        text = (ROOT / "docs/recipes" / page).read_text(encoding="utf-8")
-        blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-        return appliance.localized(blocks[number])
+    def read(blocks: list[Block]) -> str:
+        (block,) = blocks
+        return appliance.localized(block.text)
 
     return read
 

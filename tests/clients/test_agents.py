@@ -26,6 +26,7 @@ from tests.clients.conftest import (
     Appliance,
     Stay,
 )  # fmt: skip
+from tests.docblocks import Block, code_blocks
 from tests.parrot import ANSWER
 
 # Else DSPy's LiteLLM asks the internet for prices when it is imported.
@@ -35,13 +36,23 @@ import dspy
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.mark.parametrize("page", ["pydantic-ai.md", "openai-agents.md", "dspy.md"])
-def test_recipe(page: str, recipe: Callable[..., str], run: Callable[..., str]) -> None:
-    assert ANSWER in run("python", "-c", recipe(page, "python"))
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        code_blocks("docs/recipes/pydantic-ai.md", "python"),
+        code_blocks("docs/recipes/openai-agents.md", "python"),
+        code_blocks("docs/recipes/dspy.md", "python"),
+    ],
+    ids=lambda blocks: blocks[0].page,
+)
+def test_recipe(blocks: list[Block], recipe: Callable[..., str], run: Callable[..., str]) -> None:
+    assert ANSWER in run("python", "-c", recipe(blocks))
 
 
 def test_recipe_of_instructor(recipe: Callable[..., str], run: Callable[..., str]) -> None:
-    assert "city=" in run("python", "-c", recipe("instructor.md", "python"))
+    assert "city=" in run(
+        "python", "-c", recipe(code_blocks("docs/recipes/instructor.md", "python"))
+    )
 
 
 # --- instructor ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import anthropic
 import pytest
 
 from tests.clients.conftest import BOOKED, SCHEMA, SMALL, WORDY, Appliance, Stay
+from tests.docblocks import code_blocks
 from tests.parrot import ANSWER, THOUGHT
 from tests.patience import PATIENCE_SECONDS
 
@@ -29,7 +30,7 @@ def text_of(message: Any) -> str:
 
 
 def test_recipe(recipe: Callable[..., str], run: Callable[..., str]) -> None:
-    assert ANSWER in run("python", "-c", recipe("anthropic.md", "python"))
+    assert ANSWER in run("python", "-c", recipe(code_blocks("docs/recipes/anthropic.md", "python")))
 
 
 def test_messages(claude: anthropic.Anthropic) -> None:

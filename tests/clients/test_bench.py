@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.conftest import EMBEDDER, ROOT, SMALL, WORDY
+from tests.docblocks import code_blocks
 
 VLLM = """
 from importlib import metadata
@@ -42,7 +43,7 @@ def test_backend(
     """All requests are answered, with the tokens that were asked for where there are any."""
     model, path = BACKENDS[backend]
     rerank = backend == "vllm-rerank"
-    command = recipe("vllm-bench.md", "sh").strip()
+    command = recipe(code_blocks("docs/recipes/vllm-bench.md", "sh")).strip()
     for was, now in (
         ("--backend openai-chat", f"--backend {backend}"),
         ("/v1/chat/completions", path),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.clients.conftest import BUILD, ROOT, SCHEMA, Appliance, Stay
+from tests.docblocks import code_blocks
 from tests.parrot import ANSWER
 
 QUESTION = {"question": "What flows through Rome?", "answer": "the Tiber", "choices": ["a", "b"]}
@@ -20,8 +21,10 @@ doc_to_text: "{{{{question}}}}"
 
 def test_llm(tmp_path: Path, recipe: Callable[..., str], run: Callable[..., str]) -> None:
     """An answer in a stream, one that is whole, and one of a schema."""
-    (tmp_path / "extra-openai-models.yaml").write_text(recipe("llm.md", "yaml"))
-    asked = recipe("llm.md", "sh").strip()
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        recipe(code_blocks("docs/recipes/llm.md", "yaml"))
+    )
+    asked = recipe(code_blocks("docs/recipes/llm.md", "sh")).strip()
 
     def said(more: str) -> str:
         return run(f"{asked} {more}", LLM_USER_PATH=str(tmp_path))
@@ -38,7 +41,9 @@ def test_aider(
 ) -> None:
     """A message that changes nothing, in both dialects."""
     quiet = " --no-git --yes-always --no-check-update --no-show-model-warnings --no-analytics"
-    command = recipe("aider.md", "sh").strip() + quiet + " --message Hello"
+    command = (
+        recipe(code_blocks("docs/recipes/aider.md", "sh")).strip() + quiet + " --message Hello"
+    )
     path = BUILD / "aider/bin"
     ollama = command.replace("openai/small", "ollama_chat/small")
 
@@ -60,7 +65,9 @@ def test_lm_eval(tmp_path: Path, recipe: Callable[..., str], run: Callable[..., 
         'doc_to_target: "{{answer}}"\nmetric_list: [{metric: exact_match}]\n'
         "generation_kwargs: {max_gen_toks: 40, until: []}\n"
     )
-    commands = recipe("lm-eval.md", "sh").replace("hellaswag", "likelihoods")
+    commands = recipe(code_blocks("docs/recipes/lm-eval.md", "sh")).replace(
+        "hellaswag", "likelihoods"
+    )
     commands = commands.replace("gsm8k", "answers").replace("lm_eval ", "lm_eval --include_path . ")
 
     said = run(commands)
@@ -76,7 +83,7 @@ def test_guidellm(tmp_path: Path, recipe: Callable[..., str], run: Callable[...,
         for path in (packages / name, *packages.glob(f"{name}-*.dist-info")):
             (tmp_path / path.name).symlink_to(path)
 
-    run(recipe("guidellm.md", "sh"), PYTHONPATH=str(tmp_path))
+    run(recipe(code_blocks("docs/recipes/guidellm.md", "sh")), PYTHONPATH=str(tmp_path))
 
     (benchmark,) = json.loads((tmp_path / "result.json").read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.clients.conftest import BUILD, ROOT, Appliance
+from tests.docblocks import Block, code_blocks
 from tests.parrot import ANSWER
 from tests.patience import PATIENCE_SECONDS
 
@@ -32,8 +33,14 @@ def test_clients(appliance: Appliance) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "number"),
-    [("openai.md", 0), ("anthropic.md", 0), ("ollama.md", 0), ("ai-sdk.md", 0), ("ai-sdk.md", 1)],
+    "block",
+    [
+        *code_blocks("docs/recipes/openai.md", "js"),
+        *code_blocks("docs/recipes/anthropic.md", "js"),
+        *code_blocks("docs/recipes/ollama.md", "js"),
+        *code_blocks("docs/recipes/ai-sdk.md", "js"),
+    ],
+    ids=lambda block: block.place,
 )
-def test_recipe(appliance: Appliance, recipe: Callable[..., str], page: str, number: int) -> None:
-    assert ANSWER in node(recipe(page, "js", number), appliance.url)
+def test_recipe(appliance: Appliance, recipe: Callable[..., str], block: Block) -> None:
+    assert ANSWER in node(recipe([block]), appliance.url)

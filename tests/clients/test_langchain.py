@@ -15,8 +15,11 @@ from langchain_ollama import ChatOllama, OllamaEmbeddings
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 from tests.clients.conftest import BOOKED, EMBEDDER, SMALL, VECTOR_SIZE, WORDY, Appliance, Stay
+from tests.docblocks import code_blocks
 from tests.parrot import ANSWER
 
+OF_OPENAI = code_blocks("docs/recipes/langchain.md", "python", containing="ChatOpenAI")
+OF_OTHERS = code_blocks("docs/recipes/langchain.md", "python", containing="ChatAnthropic")
 DIALECTS = ("openai", "responses", "anthropic", "ollama")
 
 
@@ -44,9 +47,12 @@ def text_of(message: Any) -> str:
 
 def test_recipe(recipe: Callable[..., str], run: Callable[..., str]) -> None:
     asked = "\nprint(chat.invoke('Hello').text, len(embeddings.embed_query('Hello')))"
-    assert f"{ANSWER} {VECTOR_SIZE}" in run(
-        "python", "-c", recipe("langchain.md", "python") + asked
-    )
+    assert f"{ANSWER} {VECTOR_SIZE}" in run("python", "-c", recipe(OF_OPENAI) + asked)
+
+
+def test_recipe_of_other_dialects(recipe: Callable[..., str], run: Callable[..., str]) -> None:
+    asked = "\nprint(claude.invoke('Hello').text, ollama.invoke('Hello').text)"
+    assert f"{ANSWER} {ANSWER}" in run("python", "-c", recipe(OF_OTHERS) + asked)
 
 
 @pytest.mark.parametrize("chat", DIALECTS, indirect=True)

@@ -26,6 +26,7 @@ from tests.clients.conftest import (
     Appliance,
     Stay,
 )  # fmt: skip
+from tests.docblocks import code_blocks
 from tests.parrot import ANSWER
 from tests.patience import PATIENCE_SECONDS
 
@@ -51,7 +52,7 @@ def asked(appliance: Appliance, request: pytest.FixtureRequest) -> Callable[[str
 
 
 def test_recipe(recipe: Callable[..., str], run: Callable[..., str]) -> None:
-    assert ANSWER in run("python", "-c", recipe("litellm.md", "python"))
+    assert ANSWER in run("python", "-c", recipe(code_blocks("docs/recipes/litellm.md", "python")))
 
 
 @pytest.mark.parametrize("asked", DIALECTS, indirect=True)
@@ -136,8 +137,8 @@ def proxy(
 ) -> Iterator[openai.OpenAI]:
     """A client of LiteLLM's proxy, with the recipe's configuration and a model for vectors."""
     folder = tmp_path_factory.mktemp("proxy")
-    page = Path("docs/recipes/litellm.md").read_text(encoding="utf-8")
-    text = appliance.localized(page.partition("```yaml\n")[2].partition("```")[0])
+    (block,) = code_blocks("docs/recipes/litellm.md", "yaml")
+    text = appliance.localized(block.text)
     head, models, settings = re.split(r"(?<=list:\n)|(?=general_settings)", text)
     others = "".join(models.replace(SMALL, name) for name in (EMBEDDER, WORDY))
     (folder / "config.yaml").write_text(head + models + others + settings)

@@ -23,6 +23,7 @@ from tests.clients.conftest import (
     Appliance,
     Stay,
 )  # fmt: skip
+from tests.docblocks import code_blocks
 from tests.parrot import ANSWER
 
 HELLO = [ChatMessage(role="user", content="Hello")]
@@ -48,7 +49,7 @@ def llm(appliance: Appliance, request: pytest.FixtureRequest) -> Callable[[str],
 
 def test_recipe(recipe: Callable[..., str], run: Callable[..., str]) -> None:
     asked = "\nprint(llm.complete('Hello'), len(embedding.get_text_embedding('Hello')))"
-    said = run("python", "-c", recipe("llamaindex.md", "python") + asked)
+    said = run("python", "-c", recipe(code_blocks("docs/recipes/llamaindex.md", "python")) + asked)
     assert f"{ANSWER} {VECTOR_SIZE}" in said
 
 

@@ -18,6 +18,7 @@ from tests.clients.conftest import (
     Appliance,
     Stay,
 )  # fmt: skip
+from tests.docblocks import code_blocks
 from tests.parrot import ANSWER, THOUGHT
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
@@ -31,7 +32,7 @@ def client(appliance: Appliance) -> Iterator[ollama.Client]:
 
 
 def test_recipe(recipe: Callable[..., str], run: Callable[..., str]) -> None:
-    assert ANSWER in run("python", "-c", recipe("ollama.md", "python"))
+    assert ANSWER in run("python", "-c", recipe(code_blocks("docs/recipes/ollama.md", "python")))
 
 
 def test_chat(client: ollama.Client) -> None:

@@ -20,12 +20,17 @@ import pytest
 
 from tests.chromium import Chromium, chromium
 from tests.clients.conftest import BUILD, EMBEDDER, SMALL, VECTOR_SIZE, WORDY, Appliance
+from tests.docblocks import code_blocks
 from tests.parrot import ANSWER, THOUGHT
 from tests.patience import PATIENCE_SECONDS
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
 DIALECTS = {"openai": "", "ollama": ":latest"}
-"""In the order of the recipe; what each adds to models' names."""
+"""What each adds to models' names."""
+COMMANDS = {
+    "openai": code_blocks("docs/recipes/open-webui.md", "sh", containing="OPENAI_API_BASE_URL"),
+    "ollama": code_blocks("docs/recipes/open-webui.md", "sh", containing="OLLAMA_BASE_URL"),
+}
 SAID = "(document.querySelector('#messages-container')?.innerText ?? '')"
 
 
@@ -57,7 +62,7 @@ def webui(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = recipe("open-webui.md", "sh", list(DIALECTS).index(request.param))
+    command = recipe(COMMANDS[request.param])
     environment = {
         "PATH": f"{BUILD / 'openwebui/bin'}:/usr/local/bin:/usr/bin:/bin",
         "HOME": str(tmp_path),

@@ -18,6 +18,7 @@ from tests.clients.conftest import (
     Appliance,
     Stay,
 )  # fmt: skip
+from tests.docblocks import code_blocks
 from tests.parrot import ANSWER
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
@@ -34,7 +35,7 @@ def client(appliance: Appliance) -> Iterator[openai.OpenAI]:
 
 
 def test_recipe(recipe: Callable[..., str], run: Callable[..., str]) -> None:
-    assert ANSWER in run("python", "-c", recipe("openai.md", "python"))
+    assert ANSWER in run("python", "-c", recipe(code_blocks("docs/recipes/openai.md", "python")))
 
 
 def test_chat(client: openai.OpenAI) -> None:

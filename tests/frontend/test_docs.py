@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import pytest_asyncio
 
 from appliance.vocabulary import Task
-from tests.docexamples import DOCS, Example, examples, told
+from tests.docblocks import code_blocks
+from tests.docexamples import ADDRESS, Example, examples, told
 from tests.frontend.conftest import model_at
 from tests.frontend.small_models import answer, small_models
 from tests.frontend.sounds import CONTEXT, file_of, make_hearer, make_transcriber, tone
@@ -23,12 +25,21 @@ from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-EXAMPLES = [one for one in examples("api.md", "embeddings.md", "speech.md") if one.of_front_ends]
-SPELT_OUT = re.findall(
-    r"^```json\nPOST (/\S+)\n(\{.+?)^```$",
-    (DOCS / "openai-endpoints.md").read_text(encoding="utf-8"),
-    re.DOTALL | re.MULTILINE,
-)
+BLOCKS = [
+    *code_blocks("docs/api.md", "sh", "json", "text"),
+    *code_blocks("docs/embeddings.md", "sh", "json"),
+    *code_blocks("docs/speech.md", "sh", "json"),
+]
+EXAMPLES = [one for one in examples(BLOCKS) if one.of_front_ends]
+SPELT_OUT = [
+    re.match(r"POST (/\S+)\n(.+)", block.text, re.DOTALL).groups()
+    for block in code_blocks("docs/openai-endpoints.md", "json", containing="{")
+] + [
+    ("/v1/chat/completions", block.text)
+    for block in code_blocks("docs/structured-outputs.md", "json")
+]
+(EMBEDDING,) = code_blocks("docs/embeddings.md", "python")
+(IGNORED,) = code_blocks("docs/api.md", "http")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -84,3 +95,34 @@ async def test_examples_that_are_spelt_out(core: StandInCore, path: str, body: s
         answered = await client.post(path, json=sent)
 
     assert answered.status_code == 200, answered.text
+
+
+async def test_the_example_in_python(core: StandInCore) -> None:
+    """Its last line is a vector."""
+    *lines, last = EMBEDDING.text.splitlines()
+    program = "\n".join([*lines, f"print(len({last}))"]).replace(ADDRESS, core.url)
+    running = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program), stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await running.communicate()
+
+    assert int(said) > 0
+
+
+async def test_the_header_of_what_is_ignored(core: StandInCore) -> None:
+    """As the page shows it, for a request with all that it names."""
+    name, _, value = IGNORED.text.strip().partition(": ")
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as client:
+        answered = await client.post(
+            "/v1/responses",
+            json={
+                "model": "small",
+                "input": "Hello",
+                "tools": [{"type": "web_search"}],
+                "safety_identifier": "anna",
+                "prompt_cache_key": "1",
+            },
+        )
+
+    assert answered.status_code == 200, answered.text
+    assert answered.headers[name] == value

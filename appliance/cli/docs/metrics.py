@@ -17,7 +17,7 @@ dashboard for the rest. Times are seconds, sizes bytes.
 
 Shares are for the scraper to compute. Of the tokens of the last five minutes that came in time:
 
-```
+```promql
 sum by (model) (rate(appliance_slo_tokens_total{outcome="met"}[5m]))
   / sum by (model) (rate(appliance_slo_tokens_total[5m]))
 ```

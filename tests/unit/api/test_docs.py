@@ -11,12 +11,14 @@ import pytest
 
 from appliance.api.app import create_app
 from appliance.service.interface import ModelActivity, ModelFacts
+from tests.docblocks import code_blocks
 from tests.docexamples import Example, examples, shape, told
 from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.serving import served
 from tests.unit.usage.test_ledger import opened
 
-EXAMPLES = [one for one in examples("api.md") if not one.of_front_ends]
+BLOCKS = code_blocks("docs/api.md", "sh", "json", "text")
+EXAMPLES = [one for one in examples(BLOCKS) if not one.of_front_ends]
 
 
 class _Service(FakeService):

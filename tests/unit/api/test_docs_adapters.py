@@ -9,8 +9,10 @@ from pathlib import Path
 
 import httpx
 
+from tests.docblocks import code_blocks
+from tests.docexamples import ADDRESS
+from tests.docshell import check_commands, examples
 from tests.unit.api.test_adapter_changes import app, box, client, path  # noqa: F401
-from tests.unit.cli.test_docs_examples import ADDRESS, blocks, examples
 
 
 async def test_every_request_that_changes_adapters_is_answered(
@@ -20,9 +22,10 @@ async def test_every_request_that_changes_adapters_is_answered(
 ) -> None:
     """In the order of the page, with the names and places of this test."""
     asked = []
-    for block in blocks("adapters.md", "sh"):
-        for command, _ in examples(block):
-            if not command.startswith("curl") or "completions" in command:
+    for block in code_blocks("docs/adapters.md", "sh", containing="adapter"):
+        for command, _ in examples(block.text):
+            if not command.startswith("curl"):
+                check_commands(command)
                 continue
             here = command.replace("llama-a", "new").replace("/srv/adapters", str(tmp_path))
             words = shlex.split(here.replace("\\\n", " "))

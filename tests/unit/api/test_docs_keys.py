@@ -17,6 +17,7 @@ from appliance.api.operator_socket import OperatorProtocol
 from appliance.config.loader import load_config
 from appliance.platform.admin_socket import open_socket
 from appliance.serve import AdminServer, Server, make_gateway, make_server, running
+from tests.docblocks import code_blocks
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.front import FrontDouble, Fronted
@@ -28,10 +29,9 @@ DEFAULT = "http://127.0.0.1:11500"
 
 def commands() -> list[tuple[str, str]]:
     """Every command of the page with what it prints there."""
-    text = (ROOT / "docs/keys.md").read_text("utf-8")
     found: list[tuple[str, str]] = []
-    for block in re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+    for block in code_blocks("docs/keys.md", "console"):
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command = re.match(r"(?:.*\\\n)*.*\n", part)
             assert command is not None
             found.append((command[0], part[command.end() :]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,16 +27,15 @@ from appliance.service.front_frames import (
     KeepEvent,
     KeepResponse,
 )
-from tests.docexamples import DOCS
+from tests.docblocks import code_blocks
 from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.front import FrontDouble
 
 DONE = "completed"
-SPELT_OUT = re.findall(
-    r"^```json\n(GET|POST|DELETE) (/\S+)\n```$",
-    (DOCS / "openai-endpoints.md").read_text(encoding="utf-8"),
-    re.MULTILINE,
-)
+SPELT_OUT = [
+    block.text.split()
+    for block in code_blocks("docs/openai-endpoints.md", "json", containing="/resp_1")
+]
 
 
 class Box:

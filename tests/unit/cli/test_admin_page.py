@@ -20,6 +20,7 @@ from appliance.config.loader import load_config
 from appliance.daemon.reload import LiveConfig
 from appliance.service.event_log import NoticeKind
 from appliance.vocabulary import WaitCode
+from tests.docblocks import code_blocks
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import Box, setup_of, small
 from tests.unit.doubles.serving import served
@@ -58,9 +59,9 @@ def settings(box: Box, tmp_path: Path, fake_checkpoint: Callable[..., Path]) -> 
 def blocks() -> list[list[tuple[str, list[str]]]]:
     """The commands of every block, each with the lines that it is said to print."""
     found = []
-    for text in re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+    for block in code_blocks("docs/admin.md", "console"):
         commands: list[tuple[str, list[str]]] = []
-        for line in text.splitlines():
+        for line in block.text.splitlines():
             if line.startswith("$ "):
                 commands.append((line.removeprefix("$ "), []))
             else:

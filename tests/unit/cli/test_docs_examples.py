@@ -1,7 +1,8 @@
 """Every endpoint and every command has an example that tests run.
 
-What fails here is new, and wants an example on one of `PAGES`: of an endpoint a `curl` of its
-address (or a block on the page `SPELT_OUT`), of a command a line that begins with it.
+What fails here is new, and wants an example in a block that a test takes (`tests/docblocks.py`): of
+an endpoint a `curl` of its address (or a block on the page `SPELT_OUT`), of a command a line that
+begins with it.
 """
 
 from __future__ import annotations
@@ -21,35 +22,24 @@ from click.testing import CliRunner
 from appliance.api.openapi.document import document
 from appliance.cli.main import cli
 from tests.conftest import write_checkpoint
+from tests.docblocks import blocks_of, code_blocks, pages, taken
+from tests.docexamples import ADDRESS
+from tests.docshell import examples
 from tests.fuzz.running import ROOT, running
 from tests.patience import PATIENCE_SECONDS
 
-DOCS = ROOT / "docs"
-PAGES = {
-    "api.md": "sh",  # test_api_docs
-    "embeddings.md": "sh",  # test_api_docs
-    "speech.md": "sh",  # test_docs of front ends
-    "batches.md": "sh",  # test_docs_batches
-    "admin.md": "console",  # test_admin_page
-    "keys.md": "console",  # test_docs_keys
-    "lab.md": "sh",  # test_lab_command
-    "writing-a-policy.md": "sh",  # test_writing_a_policy
-    "models.md": "console",  # test_docs_models
-    "adapters.md": "sh",  # test_docs_adapters
-    "policies.md": "console",  # here
-    "commands.md": "console",  # here
-}
-"""Pages whose examples tests run, with what marks the blocks they are in."""
-
-SPELT_OUT = "openai-endpoints.md"
+SPELT_OUT = "docs/openai-endpoints.md"
 """A page whose examples have the method and the path in their first line; tests/frontend/test_docs
 runs those with a body, test_stored_responses the others."""
 
-ELSEWHERE = {"serve", "demo", "doctor", "logs"}
-"""Commands that do not end, or want a machine: tests/system and test_watchcommands run them. Their
-examples are in docs/commands.md, too."""
+ELSEWHERE = (["serve"], ["demo"], ["doctor"], ["logs"])
+"""Commands that do not end, or want a machine: tests/system and test_watchcommands run them, and
+their examples are checked by their options."""
 
-ADDRESS = "http://127.0.0.1:11500"
+CONSOLE = {
+    "policies.md": code_blocks("docs/policies.md", "console"),
+    "commands.md": code_blocks("docs/commands.md", "console"),
+}
 MODELS = "".join(
     f'[[model]]\nname = "{name}"\npath = "tiny"\nmax_context = 256\n'
     for name in ("small", "org/small")
@@ -59,46 +49,18 @@ MODELS = "".join(
 # --- what there is -------------------------------------------------------------------------------
 
 
-def blocks(page: str, kind: str) -> list[str]:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-
-def examples(block: str) -> Iterator[tuple[str, list[str]]]:
-    """The commands of a block, each with the lines that it is said to print. One that is not whole
-    goes on in the next line."""
-    prompted = block.startswith("$ ")
-    command, shown = "", list[str]()
-    for line in block.splitlines():
-        if command and (command.endswith("\\") or not is_whole(command)):
-            command += f"\n{line}"
-        elif not prompted or line.startswith("$ "):
-            if command:
-                yield command, shown
-            command, shown = line.removeprefix("$ "), []
-        else:
-            shown.append(line)
-    yield command, shown
-
-
-def is_whole(command: str) -> bool:
-    try:
-        shlex.split(command, comments=True)
-    except ValueError:  # a quotation goes on
-        return False
-    return True
-
-
 def shown_commands() -> list[str]:
     """All examples."""
-    found = [
-        command
-        for page, kind in PAGES.items()
-        for block in blocks(page, kind)
-        for command, _ in examples(block)
-    ]
-    starting = [line for block in blocks("commands.md", "sh") for line in block.splitlines()]
-    return found + [line for line in starting if line.split()[1] in ELSEWHERE]
+    found = []
+    for page in pages():
+        for block in blocks_of(page):
+            if block.language not in ("sh", "console"):
+                continue
+            commands = [command for command, _ in examples(block.text)]
+            if block.place not in taken():
+                commands = [one for one in commands if one.split()[1:2] in ELSEWHERE]
+            found += commands
+    return found
 
 
 def asked() -> set[tuple[str, str]]:
@@ -113,8 +75,8 @@ def asked() -> set[tuple[str, str]]:
             looks = re.search(r" (?:-I|--head) ", request)
             usual = "POST" if sends else "HEAD" if looks else "GET"
             found.add((said[1] if said else usual, path[1]))
-    for block in blocks(SPELT_OUT, "json"):
-        method, path_there = block.partition("\n")[0].split()
+    for block in blocks_of(SPELT_OUT):
+        method, path_there = block.text.partition("\n")[0].split()
         found.add((method, path_there))
     return found
 
@@ -141,7 +103,7 @@ def test_every_endpoint_has_an_example(method: str, path: str) -> None:
     shape = re.compile(re.sub(r"{\w+}", "[^/]+", path))
 
     assert any(method == one and shape.fullmatch(at) for one, at in asked()), (
-        f"put a curl of {method} {path} on one of {', '.join(PAGES)}"
+        f"put a curl of {method} {path} into a block that a test takes"
     )
 
 
@@ -151,7 +113,7 @@ def test_every_command_has_an_example(path: tuple[str, ...]) -> None:
     begins = " ".join(["appliance", *path])
 
     assert any(re.search(rf"(^|\(){begins}( |$)", one) for one in shown_commands()), (
-        f"put an example of `{begins}` on one of {', '.join(PAGES)}"
+        f"put an example of `{begins}` into a block that a test takes"
     )
 
 
@@ -174,12 +136,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", ["policies.md", "commands.md"])
+@pytest.mark.parametrize("page", CONSOLE)
 def test_the_page_is_true(page: str, folder: Path) -> None:
     """All its commands, in order, succeed and print what it shows; ``...`` stands for anything."""
     with running() as target:
-        for block in blocks(page, "console"):
-            for command, shown in examples(block):
+        for block in CONSOLE[page]:
+            for command, shown in examples(block.text):
                 printed = run(command, target.url)
                 if shown:
                     assert matches(shown, printed), f"{command} printed:\n{printed}"

@@ -13,6 +13,7 @@ from appliance.cli.docs.hooks import HookDoc, generate, hook_docs
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PolicySpec
 from appliance.policies import validation
+from tests.docblocks import code_blocks
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -20,6 +21,13 @@ DOCS = Path(__file__).parents[3] / "docs"
 def test_the_file_is_not_stale() -> None:
     """`make generate` writes docs/hooks.md anew."""
     assert (DOCS / "hooks.md").read_text(encoding="utf-8") == generate(), "run `make generate`"
+
+
+def test_the_file_shows_every_signature_and_example() -> None:
+    """The examples are those that tests/unit/testing/test_kit.py runs."""
+    shown = {block.text.rstrip("\n") for block in code_blocks("docs/hooks.md", "python")}
+
+    assert {part for doc in hook_docs() for part in (doc.signature, doc.example)} <= shown
 
 
 def test_every_hook_has_all_its_parts() -> None:

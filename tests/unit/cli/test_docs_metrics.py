@@ -12,6 +12,7 @@ import pytest
 from appliance.cli.docs.metrics import generate
 from appliance.observability.metrics import Metrics
 from appliance.observability.request_metrics import LATENCY_BUCKETS
+from tests.docblocks import code_blocks
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "packaging" / "grafana" / "appliance.json"
@@ -57,20 +58,31 @@ def test_the_families_are_what_a_scraper_reads() -> None:
 
 def test_every_metric_of_the_dashboard_exists() -> None:
     """Its queries name samples that are exposed, and labels that these have."""
-    known = exposed()
     board = json.loads(DASHBOARD.read_text())
     queries = [t["expr"] for p in board["panels"] for t in p.get("targets", ())]
     assert len(queries) > 30
     queries += [v["query"]["query"] for v in board["templating"]["list"] if v["name"] == "model"]
     for query in queries:
-        names = NAME.findall(query)
-        assert names, query
-        assert set(names) <= known.keys(), query
-        labels = {label for name in names for label in known[name]}
-        used = re.findall(r"([a-z_]+)=~?\"", query)
-        for group in re.findall(r"by \(([^)]*)\)", query):
-            used += group.split(", ")
-        assert set(used) <= labels, query
+        check_query(query)
+
+
+def test_the_query_of_the_document_is_right() -> None:
+    (block,) = code_blocks("docs/metrics.md", "promql")
+
+    check_query(block.text)
+
+
+def check_query(query: str) -> None:
+    """Its names and labels are exposed."""
+    known = exposed()
+    names = NAME.findall(query)
+    assert names, query
+    assert set(names) <= known.keys(), query
+    labels = {label for name in names for label in known[name]}
+    used = re.findall(r"([a-z_]+)=~?\"", query)
+    for group in re.findall(r"by \(([^)]*)\)", query):
+        used += group.split(", ")
+    assert set(used) <= labels, query
 
 
 def test_the_dashboard_shows_everything_of_ours() -> None:

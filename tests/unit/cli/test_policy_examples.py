@@ -24,24 +24,21 @@ from appliance.scheduling.policy_api import Hold
 from appliance.testing import check
 from appliance.testing.loading import find
 from appliance.vocabulary import FinishReason, RequestClass
+from tests.docblocks import code_blocks
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.plugins.policy_views import request_view
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "policy-examples.md").read_text(encoding="utf-8")
+CODE = [block.text for block in code_blocks("docs/policy-examples.md", "python")]
+TABLES = [block.text for block in code_blocks("docs/policy-examples.md", "toml")]
 LENGTHS = "prompt_tokens,output_tokens\n120,60\n900,40\n60,100\n"
 NIGHT_BEGINS = 120.0
 """Seconds from the start of the page's scenario, at 21:58."""
 
 
-def blocks(language: str) -> list[str]:
-    """Blocks of code, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-
-
 def policy(name: str, folder: Path) -> type[msgspec.Struct]:
     """The class of a package that was made as the page says."""
-    (code,) = (block for block in blocks("python") if f"class {name.capitalize()}(" in block)
+    (code,) = (block for block in CODE if f"class {name.capitalize()}(" in block)
     write_policy(name, folder)
     (folder / name / f"appliance_{name}.py").write_text(code, encoding="utf-8")
     (found,) = find(str(folder / name))
@@ -70,7 +67,7 @@ def test_the_policies_keep_the_rules(name: str, tmp_path: Path) -> None:
 
 def test_batch_work_begins_at_night(tmp_path: Path) -> None:
     """In the scenario of the page; interactive requests do not wait."""
-    (tmp_path / "evening.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    (tmp_path / "evening.toml").write_text(TABLES[0], encoding="utf-8")
     (tmp_path / "lengths.csv").write_text(LENGTHS, encoding="utf-8")
     scenario = read(tmp_path / "evening.toml")
     night = policy("night", tmp_path)()
@@ -93,8 +90,8 @@ def test_batch_work_begins_at_night(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_the_command_of_the_page_compares_both(tmp_path: Path) -> None:
     """With the policy installed as pip leaves it."""
-    (command,) = blocks("sh")
-    (tmp_path / "evening.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    (command,) = code_blocks("docs/policy-examples.md", "sh")
+    (tmp_path / "evening.toml").write_text(TABLES[0], encoding="utf-8")
     (tmp_path / "lengths.csv").write_text(LENGTHS, encoding="utf-8")
     policy("night", tmp_path)
     metadata = tmp_path / "night" / "appliance_policy_night-0.1.0.dist-info"
@@ -106,7 +103,7 @@ def test_the_command_of_the_page_compares_both(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path / "night"), str(ROOT)])
 
     result = subprocess.run(
-        [sys.executable, "-m", *command.split()],
+        [sys.executable, "-m", *command.text.split()],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
@@ -122,7 +119,7 @@ def test_the_command_of_the_page_compares_both(tmp_path: Path) -> None:
 
 def test_a_customer_gets_a_share_however_many_requests_another_one_has(tmp_path: Path) -> None:
     """Without it, few requests wait behind very many; with it, hardly."""
-    (tmp_path / "evening.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    (tmp_path / "evening.toml").write_text(TABLES[0], encoding="utf-8")
     (tmp_path / "lengths.csv").write_text(LENGTHS, encoding="utf-8")
     setting = read(tmp_path / "evening.toml", {"models.0.max_batch": "8"}).setting(1, tmp_path)
     model = setting.models[0].name
@@ -182,7 +179,7 @@ class Asker:
 
 def test_the_configurations_of_the_page_are_right() -> None:
     """The tables that are shown by themselves."""
-    tables = [tomllib.loads(block) for block in blocks("toml")[1:]]
+    tables = [tomllib.loads(block) for block in TABLES[1:]]
 
     assert tables[0]["policy"]["fair"] == {"requests": 16, "shares": {"acme": 3}}
     assert tables[1]["arrivals"]["keys"] == {"acme": 9, "beta": 1}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docblocks import code_blocks
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -24,9 +25,13 @@ for policy in installed():
 MINE = "mine appliance-policy-mine 0.1.0 Mine: the most urgent first, a turn for every model."
 
 
-def blocks(language: str) -> list[str]:
-    """Blocks of code, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+SHELL = [block.text for block in code_blocks("docs/writing-a-policy.md", "sh")]
+CODE = [block.text for block in code_blocks("docs/writing-a-policy.md", "python")]
+FILES = {
+    "little.toml": code_blocks("docs/writing-a-policy.md", "toml"),
+    "lengths.csv": code_blocks("docs/writing-a-policy.md", "csv"),
+}
+"""Files that the page has the reader write."""
 
 
 class Reader:
@@ -70,8 +75,8 @@ class Reader:
 def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
     """Every step of the page, up to those that need a running daemon; then it is removed again."""
     reader = Reader(tmp_path)
-    make, check, tests, install, compare = blocks("sh")
-    own_round, own_test, state, own_order = blocks("python")
+    make, check, tests, install, compare = SHELL
+    own_round, own_test, state, own_order = CODE
 
     assert "mine/appliance_mine.py" in reader.type(make)
     reader.folder /= "mine"
@@ -101,9 +106,8 @@ def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
     assert "mine (appliance-policy-mine 0.1.0)" in reader.type(install)
     assert MINE in reader.type(f"python -c '{LIST}'")
 
-    for name, language in {"little.toml": "toml", "lengths.csv": "csv"}.items():
-        (content,) = blocks(language)
-        (reader.folder / name).write_text(content, encoding="utf-8")
+    for name, (content,) in FILES.items():
+        (reader.folder / name).write_text(content.text, encoding="utf-8")
     compared = reader.type(compare)
     assert re.search(r"^ *mine ", compared, re.MULTILINE), compared
     assert re.search(r"^ *appliance ", compared, re.MULTILINE), compared
@@ -118,13 +122,11 @@ def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
 def test_the_package_s_own_test_fails_when_turns_differ(tmp_path: Path) -> None:
     """As the page says that it should."""
     reader = Reader(tmp_path)
-    make, _, tests, *_ = blocks("sh")
+    make, _, tests, *_ = SHELL
     reader.type(make)
     reader.folder /= "mine"
 
-    reader.edit(
-        "appliance_mine.py", "        return [\n            PlannedTurn(", blocks("python")[0]
-    )
+    reader.edit("appliance_mine.py", "        return [\n            PlannedTurn(", CODE[0])
 
     assert "failed" in reader.type(f"{tests} -k as_long", status=1)
 

@@ -15,6 +15,8 @@ from appliance.config.loader import load_config
 from appliance.config.sizing import read_model
 from appliance.daemon.served_model import served_model
 from appliance.errors import ConfigError
+from tests.docblocks import code_blocks
+from tests.docshell import examples
 
 Make = Callable[..., Any]
 TEMPLATE = (
@@ -111,6 +113,26 @@ def test_config_check_says_which_parser_and_why(configured: Callable[..., Path])
     (entry,) = json.loads(CliRunner().invoke(cli, ["config", "check", "--json", str(file)]).stdout)
     assert (entry["tool_parser"], entry["tool_parser_reason"]) == ("hermes", reason)
     assert (entry["reasoning_parser"], entry["reasoning_parser_reason"]) == ("", "")
+
+
+def test_config_check_says_what_the_document_shows(
+    tmp_path: Path, fake_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/structured-outputs.md: the last line, of a model of the name and type that it has."""
+    (block,) = code_blocks("docs/structured-outputs.md", "console")
+    ((command, shown),) = examples(block.text)
+    path = fake_checkpoint("m", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "appliance.toml").write_text(
+        '[devices]\nmemory = "64MiB"\nhost_cache = "64MiB"\n'
+        '[[model]]\nname = "qwen3-a"\npath = "m"\nmax_context = 64\n'
+    )
+    monkeypatch.chdir(tmp_path)
+
+    result = CliRunner().invoke(cli, command.split()[1:])
+
+    assert result.exit_code == 0, result.output
+    assert shown[-1] in result.output.splitlines()
 
 
 def test_config_check_says_why_there_is_none(configured: Callable[..., Path]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import shlex
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from appliance.cli.main import cli
 from tests.conftest import write_checkpoint
+from tests.docblocks import code_blocks
 from tests.unit.lab.test_journal_workload import write
 
 pytestmark = pytest.mark.thorough
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[3]
 SCENARIO = "benchmarks/scenarios/first_look.toml"
 PLOTS = importlib.util.find_spec("matplotlib") is not None
-BLOCK = re.compile(r"^```(sh|toml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -43,13 +42,12 @@ def invoke(*arguments: str) -> Result:
 
 def test_the_path_of_a_newcomer(place: Path) -> None:
     """Every command of the document does what the document says, one after the other."""
-    text = (ROOT / "docs/lab.md").read_text()
     printed = []
-    for kind, body in BLOCK.findall(text):
-        if kind == "toml":
-            Path("mine.toml").write_text(body)
+    for block in code_blocks("docs/lab.md", "sh", "toml"):
+        if block.language == "toml":
+            Path("mine.toml").write_text(block.text)
             continue
-        for line in body.splitlines():
+        for line in block.text.splitlines():
             program, command, *arguments = shlex.split(line)
             assert (program, command) in (("appliance", "lab"), ("appliance", "policy"))
             alone = arguments[0] in ("replay", "calibrate", "advise")

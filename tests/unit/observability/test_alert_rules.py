@@ -12,6 +12,7 @@ import pytest
 from appliance.observability.key_metrics import WAITING, KeyMetrics
 from appliance.observability.metrics import INSTANCE_STATES, Metrics
 from appliance.vocabulary import FinishReason, RequestClass
+from tests.docblocks import code_blocks
 from tests.prose import ROOT
 
 yaml = pytest.importorskip("yaml")  # vLLM brings it
@@ -173,8 +174,8 @@ def test_alerts_have_a_severity_and_a_remedy() -> None:
 
 def test_the_scrape_job_is_the_one_of_the_rules() -> None:
     """It keeps the daemon's label `instance`, and names each box."""
-    (block,) = re.findall(r"^```yaml\n(scrape_configs:.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    (job,) = yaml.safe_load(block)["scrape_configs"]
+    (block,) = code_blocks("docs/monitoring.md", "yaml", containing="scrape_configs:")
+    (job,) = yaml.safe_load(block.text)["scrape_configs"]
 
     assert job["job_name"] in VALUES["job"]
     assert job["honor_labels"] is True

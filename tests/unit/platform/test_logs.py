@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from appliance.engines.protocol import Produced
+from appliance.http.server_timing import server_timing
 from appliance.observability.request_log import log_request
 from appliance.platform import logs
 from appliance.platform.logs import ConsoleFormatter, JsonFormatter
 from appliance.service.generation import RequestStream
 from appliance.service.interface import GenerationFailed, RequestTimes, SubmitRequest
 from appliance.vocabulary import FinishReason
+from tests.docblocks import code_blocks
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import Client
 
@@ -195,3 +197,18 @@ def test_the_line_of_what_went_wrong(
     assert fields.get("reason") == (failure.message if failure else None)
     assert not {"ttft_seconds", "mean_tbt_seconds"} & fields.keys()
     assert math.isclose(float(fields["seconds"]), 1.0)
+
+
+def test_the_times_of_a_stream_are_written_as_the_document_shows_them() -> None:
+    (block,) = code_blocks("docs/logs.md", "text")
+    times = RequestTimes(
+        queue_seconds=0.0031,
+        load_seconds=0.1204,
+        prefill_seconds=0.018,
+        decode_seconds=0.4027,
+        preempted_seconds=0.0952,
+        preemptions=2,
+        instances=(),
+    )
+
+    assert block.text == f": server-timing: {server_timing(times)}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ from appliance.scheduling.policy_api import (
     Refusal,
 )
 from appliance.vocabulary import InstanceClass, RequestClass, Role
+from tests.docblocks import code_blocks
 from tests.unit.plugins.policy_views import (
     GIB,
     FixedCosts,
@@ -465,6 +467,16 @@ def test_the_grid_has_every_setting_that_makes_sense() -> None:
     for sliders in grid:
         heavy = p_heavy(range(3), sliders.prefill_share)
         assert len(heavy) == pytest.approx(3 * sliders.prefill_share)
+
+
+def test_the_search_of_the_page() -> None:
+    """docs/policies/taichi.md, with an `evaluate` of ours."""
+    (block,) = code_blocks("docs/policies/taichi.md", "python")
+    names: dict[str, Any] = {"evaluate": lambda sliders: sliders.prefill_share}
+
+    exec(block.text, names)
+
+    assert names["goodput"] == names["best"].prefill_share == 0.75
 
 
 def test_the_search_finds_the_best() -> None:
