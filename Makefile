@@ -178,7 +178,7 @@ format: $(VENV)/.dev ## Rewrite the sources in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: $(VENV)/.appliance ## Write the files that come from the schema, the hooks, the metrics and vLLM
+generate: $(VENV)/.dev ## Write the files that come from the schema, the hooks, the metrics and vLLM, and the pictures
 	$(BIN)/appliance config sample > etc/appliance.toml
 	$(BIN)/appliance config docs > docs/configuration.md
 	$(BIN)/appliance policy docs > docs/hooks.md
@@ -188,6 +188,7 @@ generate: $(VENV)/.appliance ## Write the files that come from the schema, the h
 	mkdir -p build
 	$(BIN)/python -m appliance.frontend.known_models > build/known_models.json
 	mv build/known_models.json appliance/checkpoints/known_models.json
+	$(BIN)/python -m tests.pictures
 
 results: $(VENV)/.dev ## Play the papers' tables in the lab and write benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.papers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from appliance.demo.checkpoints import make_checkpoints
 from appliance.demo.run import free_port
 from tests.hub import hub
 from tests.patience import PATIENCE_SECONDS, until
+from tests.prose import ROOT
 
 SERVED, FROM_HUB, LATER = "llama-a", "qwen2-a", "llama-b"
 PROGRAM = (sys.executable, "-m", "appliance")
@@ -84,6 +88,50 @@ def test_a_directory_is_served(checkpoints: Path, home: dict[str, str], tmp_path
     assert answered.status_code == 200, answered.text
     assert answered.json()["usage"]["completion_tokens"] > 0
     assert f"not served: {models}/q4.gguf: GGUF is not supported" in log.read_text()
+
+
+def test_the_three_commands_of_the_readme(home: dict[str, str], tmp_path: Path) -> None:
+    """They print what it shows, but for times, sizes, processes and the words of an answer."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```console\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    serve, run, ps = block.removeprefix("$ appliance ").split("\n$ appliance ")
+    models = tmp_path / shlex.split(serve.partition("\n")[0])[1]
+    make_checkpoints(models, re.findall(r"^(\S+) .*:(?:cold|loaded) ", ps, re.MULTILINE))
+    log = tmp_path / "log"
+
+    with serving((str(models),), home, log) as url:
+        until(lambda: "instance 0 is up" in log.read_text())
+        answer = printed(run, home | {"APPLIANCE_URL": url})
+        now = printed(ps, home)  # at the admin socket
+
+    lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
+    logged = {without_numbers(json.loads(line)["message"]) for line in lines}
+    said = [line.split(": ", 1)[1] for line in serve.splitlines()[1:] if line != "..."]
+    assert [one for one in said if without_numbers(one) not in logged] == []
+    assert answer.strip()
+    assert words(now) == words(ps.partition("\n")[2])
+
+
+def printed(example: str, environment: dict[str, str]) -> str:
+    """What the command in an example's first line prints."""
+    return subprocess.run(
+        [*PROGRAM, *shlex.split(example.partition("\n")[0])],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
+    ).stdout
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"[0-9.,:]+(KiB|MiB|GiB)?", "", line)
+
+
+def words(table: str) -> list[list[str]]:
+    """The cells of its lines that are no numbers."""
+    lines = [without_numbers(line).split() for line in table.splitlines()]
+    return [line for line in lines if line]
 
 
 def test_run_needs_nothing(checkpoints: Path, home: dict[str, str], tmp_path: Path) -> None:
