@@ -279,7 +279,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         runs next for its short prompts, those that are late already do not come before these."""
         work, groups = self._next(now, instance, costs), instance.groups
         deadlines = [group.deadline for group in groups]
-        first, rest = [], []  # sorting numbers, once, takes a fraction of what sorting tuples does
+        first: list[int] = []
+        rest: list[int] = []
+        # Sorting numbers, once, takes a fraction of what sorting tuples does.
         for index in sorted(range(len(groups)), key=deadlines.__getitem__):
             (first if groups[index].model == work.model else rest).append(index)
         if not work.short:
