@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from appliance.checkpoints.language_models import MEDIA
+from appliance.checkpoints.quantized.integers import NUMBERS, per_word
+from appliance.platform.cpus import computes_four_bits
 from tests.configs import CONFIGS, SPARSE
 from tests.engine.shrunken import make_shrunken
 
@@ -70,6 +72,19 @@ def _compressed(
         "kv_cache_scheme": None,
         "sparsity_config": {"format": "dense", "targets": [], "ignore": []},
     }
+
+
+def is_computed(config: dict[str, Any]) -> bool:
+    """Whether this machine's CPU computes with linear layers that are stored so, as they are."""
+    return per_word(config) != NUMBERS or computes_four_bits()
+
+
+def skip_uncomputed(config: dict[str, Any]) -> None:
+    """Skip a test of what it does not compute."""
+    import pytest
+
+    if not is_computed(config):
+        pytest.skip("vLLM has no kernel for weights in 4 bits without avx512")
 
 
 def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None:
