@@ -85,7 +85,8 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
         if names != DEMO:
             console.print(
                 "this CPU lacks the instructions (avx512) for weights in 4 bits: a model in float32"
-                " takes that one's place"
+                " takes the place of the one that has them",
+                soft_wrap=True,
             )
         console.print(f"making six checkpoints in {place}")
         make_checkpoints(place, names)

@@ -18,13 +18,13 @@ from tests.configs import CONFIGS
 from tests.engine.quantizing import (
     awq_config,
     gptq_config,
-    is_computed,
     modelopt_config,
     multiply,
     quantize,
     to_floats,
     to_nvfp4,
     w8a8_config,
+    why_not_computed,
 )
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS, until
@@ -37,9 +37,9 @@ MODELS = {
         "qwen2.5-7b-instruct": gptq_config(128),
         "qwen3-8b": w8a8_config(),
     }.items()
-    if is_computed(config)
+    if not why_not_computed(config)
 }
-"""Without those in 4 bits where the CPU does not compute with them."""
+"""Without those that plain vLLM does not compute on this CPU."""
 EXPERTS, FLOATS, NVFP4 = "qwen3-30b-a3b", "mistral-7b-v0.3", "deepseek-r1-distill-llama-8b"
 PRODUCTS = (EXPERTS, FLOATS, NVFP4)
 """In W8A8 with experts, floats of 8 bits, and NVFP4: their outputs are those of checkpoints that
