@@ -26,7 +26,7 @@ from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.checkpoints.windows import CHUNK_MULTIPLE, CHUNKED
 from appliance.errors import RemediedCheckpointError
 from appliance.platform import torchvision
-from appliance.platform.cpus import computes_linear_attention
+from appliance.platform.cpus import computes_four_bits, computes_linear_attention
 
 TRIED: Final = frozenset(
     {
@@ -137,6 +137,7 @@ NO_CPU_KERNEL: Final[Mapping[str, str]] = {
 
 BF16: Final = "take the model's checkpoint with weights in bfloat16 or float16"
 INTEGERS: Final = f"{BF16}, or in integers of 4 or 8 bits that docs/models.md lists"
+EIGHT_BITS: Final = f"{BF16}, or in 8 bits (W8A8 or fp8) that docs/models.md lists"
 TEXT: Final = "take a checkpoint of a model that reads text only"
 
 
@@ -197,6 +198,12 @@ def _check_cpu_weights(config: ModelConfig, dtype: str, ranks: int) -> None:
     """Raise `UnsupportedModel` for quantized weights that are computed in no such way."""
     found = quantization.said(config)
     method = quantization.method_of(found) if found is not None else ""
+    if quantization.has_four_bits(config) and not computes_four_bits():
+        raise UnsupportedModel(
+            f"{config.path}: this CPU lacks the instructions (avx512f, avx512bw, avx512dq, "
+            f"avx512vl) for weights in 4 bits ({method})",
+            EIGHT_BITS,
+        )
     if quantization.quantization(config) is not None and dtype == "float32":
         raise UnsupportedModel(
             f"{config.path}: quantized weights ({method}) are computed in bfloat16 or float16, not "

@@ -104,6 +104,9 @@ DEMO: Final = ("mixtral-a", "mistral-a", "granite-h-a", "qwen3-4bit-a", "llama-b
 """What the demonstration serves. The one with experts is the first: in a process of plain vLLM,
 none can come after a model without."""
 
+_INSTEAD: Final = {"qwen3-4bit-a": "qwen3-a"}
+"""What is served where the CPU does not compute with 4 bits."""
+
 ARCHITECTURES: Final = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -113,6 +116,11 @@ ARCHITECTURES: Final = {
     "qwen3": "Qwen3ForCausalLM",
 }
 """By family."""
+
+
+def demo_models(*, four_bits: bool) -> tuple[str, ...]:
+    """What the demonstration serves on a CPU which computes with weights in 4 bits, or does not."""
+    return DEMO if four_bits else tuple(_INSTEAD.get(name, name) for name in DEMO)
 
 
 def model_config(recipe: Recipe) -> dict[str, Any]:

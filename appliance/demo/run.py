@@ -34,11 +34,12 @@ from appliance.config.groups import devices_of, plan_instances
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
-from appliance.demo.recipes import DEMO
+from appliance.demo.recipes import DEMO, demo_models
 from appliance.demo.session import recorded
 from appliance.demo.traffic import ChatRequest, TimedAnswer, burst, send
 from appliance.platform.admin_socket import AUTO
 from appliance.platform.children import module_command
+from appliance.platform.cpus import computes_four_bits
 from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
@@ -80,11 +81,18 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
     console = Console(stderr=as_json)
     with ExitStack() as stack:
         place = directory or _directory(stack, keep)
+        names = demo_models(four_bits=computes_four_bits())
+        if names != DEMO:
+            console.print(
+                "this CPU lacks the instructions (avx512) for weights in 4 bits: a model in float32"
+                " takes the place of the one that has them",
+                soft_wrap=True,
+            )
         console.print(f"making six checkpoints in {place}")
-        make_checkpoints(place, DEMO)
+        make_checkpoints(place, names)
         file = write_config(
             place,
-            DEMO,
+            names,
             instances=instances,
             policy=policy,
             bind=f"127.0.0.1:{free_port()}",

@@ -1,4 +1,4 @@
-"""Processors: lists of them as text, how they are dealt out, and what weights they pack."""
+"""Processors: lists of them as text, how they are dealt out, and what weights they compute with."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ CPUS_PER_FRONT_END: Final = 8
 MOST_FRONT_ENDS: Final = 4
 ALLOW_BINDING: Final = "allow sched_setaffinity(2), in a container by its seccomp profile"
 
+AVX512: Final = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+"""Where these are missing (in Linux' words), vLLM loads its build for AVX2."""
+
 _PACKED_WITH: Final[dict[str, tuple[frozenset[str], ...]]] = {
     "float32": (frozenset(),),
     "bfloat16": (
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+        AVX512,
         frozenset({"avx_vnni_int8", "avx_ne_convert"}),
     ),
     "float16": (frozenset({"avx512_fp16"}), frozenset({"avx_vnni_int8", "avx_ne_convert"})),
@@ -115,6 +118,12 @@ def packs(dtype: str, cpuinfo: Path = CPUINFO) -> bool:
 def computes_linear_attention(cpuinfo: Path = CPUINFO) -> bool:
     """Whether this machine's CPU has the instructions that vLLM's linear attention needs."""
     return "avx512_bf16" in _flags(cpuinfo)
+
+
+def computes_four_bits(cpuinfo: Path = CPUINFO) -> bool:
+    """Whether this machine's CPU has the instructions of vLLM's kernel for weights in 4 bits
+    (cpu_gemm_wna16), which its build for AVX2 does not have."""
+    return _flags(cpuinfo) >= AVX512
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:

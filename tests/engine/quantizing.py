@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from appliance.checkpoints.language_models import MEDIA
+from appliance.checkpoints.quantized.integers import NUMBERS, per_word
+from appliance.platform.cpus import computes_four_bits
 from tests.configs import CONFIGS, SPARSE
 from tests.engine.shrunken import make_shrunken
 
@@ -70,6 +72,31 @@ def _compressed(
         "kv_cache_scheme": None,
         "sparsity_config": {"format": "dense", "targets": [], "ignore": []},
     }
+
+
+def why_not_computed(config: dict[str, Any]) -> str:
+    """Why plain vLLM does not compute with linear layers that are stored so on this machine's CPU,
+    or not rightly; "" if it does."""
+    if per_word(config) == NUMBERS and not computes_four_bits():
+        return "vLLM has no kernel for weights in 4 bits without avx512"
+    return SATURATES if per_word(config) == 1 and saturates() else ""
+
+
+SATURATES: Final = "without VNNI, sums of vLLM's kernel for W8A8 saturate"
+
+
+def saturates() -> bool:
+    """Whether oneDNN adds pairs of products of 8-bit numbers in 16 bits, as the CPU has no
+    instruction for more."""
+    return not re.search(r"\bavx(512)?_vnni\b", Path("/proc/cpuinfo").read_text(encoding="ascii"))
+
+
+def skip_uncomputed(config: dict[str, Any]) -> None:
+    """Skip a test that compares with what plain vLLM does not compute."""
+    import pytest
+
+    if why := why_not_computed(config):
+        pytest.skip(why)
 
 
 def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None:

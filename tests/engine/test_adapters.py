@@ -35,7 +35,13 @@ from tests.engine.house import (
     sequence,
 )
 from tests.engine.player import prompts
-from tests.engine.quantizing import awq_config, gptq_config, quantize, w4a16_config
+from tests.engine.quantizing import (
+    awq_config,
+    gptq_config,
+    quantize,
+    skip_uncomputed,
+    w4a16_config,
+)
 from tests.engine.test_quantized import label, quantized
 from tests.lora import ATTENTION, make_adapter
 
@@ -249,6 +255,7 @@ def test_adapters_of_quantized_weights_answer_as_plain_vllm(
     name: str,
     config: dict[str, Any],
 ) -> None:
+    skip_uncomputed(config)
     stored = {**checkpoints, MISTRAL: mistral}[name]
     adapters = three(tmp_path, stored)
     path = str(shutil.copytree(stored, tmp_path / "quantized"))

@@ -8,10 +8,12 @@ import vllm._custom_ops as ops
 from vllm.platforms import current_platform
 
 from appliance.engines.vllm.weights.int8 import ROWS, multiply
+from tests.engine.quantizing import SATURATES, saturates
 
 current_platform.import_kernels()
 
 
+@pytest.mark.skipif(saturates(), reason=SATURATES)
 @pytest.mark.parametrize("rows", [1, 5, 2 * ROWS + 3])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -34,3 +36,18 @@ def test_products_are_those_of_vllms_kernel(rows: int, biased: bool, dtype: torc
 
     assert torch.equal(found, expected)
     assert torch.equal(multiply(x[None], weight, scale, bias), expected[None])
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_sums_are_exact(rows: int) -> None:
+    """Also where those of vLLM's kernel saturate: of the largest numbers."""
+    weight = torch.full((96, 512), 127, dtype=torch.int8)
+    weight[1::2, ::3] = -128
+    x = torch.ones(rows, 512, dtype=torch.float16)
+    numbers, scales, _ = ops.onednn_scaled_int8_quant(x, None, None, True)
+    scale = torch.full((96, 1), 2.0**-8)
+
+    found = multiply(x, weight, scale, None)
+
+    sums = numbers.long() @ weight.long().t()
+    assert torch.equal(found, (sums.float() * 2.0**-8 * scales).half())

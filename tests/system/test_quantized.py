@@ -24,16 +24,22 @@ from tests.engine.quantizing import (
     to_floats,
     to_nvfp4,
     w8a8_config,
+    why_not_computed,
 )
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS, until
 from tests.system.test_kinds import PROMPTS, SHORT_TURNS, ask, configure, plain
 
 MODELS = {
-    "llama-3.1-8b-instruct": awq_config(32),
-    "qwen2.5-7b-instruct": gptq_config(128),
-    "qwen3-8b": w8a8_config(),
+    name: config
+    for name, config in {
+        "llama-3.1-8b-instruct": awq_config(32),
+        "qwen2.5-7b-instruct": gptq_config(128),
+        "qwen3-8b": w8a8_config(),
+    }.items()
+    if not why_not_computed(config)
 }
+"""Without those that plain vLLM does not compute on this CPU."""
 EXPERTS, FLOATS, NVFP4 = "qwen3-30b-a3b", "mistral-7b-v0.3", "deepseek-r1-distill-llama-8b"
 PRODUCTS = (EXPERTS, FLOATS, NVFP4)
 """In W8A8 with experts, floats of 8 bits, and NVFP4: their outputs are those of checkpoints that

@@ -255,6 +255,11 @@ def rounds_activations(config: ModelConfig) -> bool:
     return bool(group.get("input_activations"))
 
 
+def has_four_bits(config: ModelConfig) -> bool:
+    """Whether weights in 4 bits are computed as they are stored."""
+    return quantization(config) is not None and not rounds_activations(config)
+
+
 def method_of(found: dict[str, Any]) -> str:
     """The name of the method by which weights are quantized."""
     return str(found.get("quant_method", "an unnamed method"))

@@ -9,6 +9,7 @@ from typing import Final
 
 from appliance.checkpoints.adapters import AdapterPlace
 from appliance.checkpoints.drafts import Speculation
+from appliance.platform.cpus import computes_four_bits
 from appliance.vocabulary import Task
 from tests.configs import CONFIGS
 from tests.engine.quantizing import gptq_config, quantize, to_microscaled
@@ -51,11 +52,12 @@ class Served:
 
 
 def make_kinds(folder: Path) -> list[Served]:
-    """`PUBLISHED`, and others. A model with experts is the first: vLLM has none in a process after
-    one without."""
+    """`PUBLISHED`, and others; weights in 4 bits where the CPU computes with them. A model with
+    experts is the first: vLLM has none in a process after one without."""
     made = [Served(_make(folder, name, name)) for name in (*PUBLISHED, UNEQUAL)]
     made.append(Served(_make(folder, ENCODER, ENCODER), task=Task.EMBED))
-    return [*made, _microscaled(folder), _packed(folder), _adapted(folder), _drafting(folder)]
+    packed = [_packed(folder)] if computes_four_bits() else []
+    return [*made, _microscaled(folder), *packed, _adapted(folder), _drafting(folder)]
 
 
 def _make(folder: Path, name: str, config: str) -> Path:

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from appliance.checkpoints import families
 from appliance.checkpoints.checkpoint import read_checkpoint
-from appliance.checkpoints.families import UnsupportedModel, check_family
+from appliance.checkpoints.families import UnsupportedModel, check_cpu, check_family
 from appliance.checkpoints.model_config import read_model_config
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import read_model
 from appliance.daemon.served_model import served_model
 from appliance.scheduling.cost_model import CostModel
 from appliance.units import Bytes, Memory
-from tests.engine.quantizing import w4a16_config, w8a8_config
+from tests.engine.quantizing import fp8_config, w4a16_config, w8a8_config
 
 Make = Callable[..., Path]
 
@@ -316,8 +317,11 @@ def test_tensors_of_compressed_tensors_with_another_method(
             read_checkpoint("tiny", path)
 
 
-def test_the_estimate_of_a_switch_is_of_what_the_kernel_reads(fake_checkpoint: Make) -> None:
+def test_the_estimate_of_a_switch_is_of_what_the_kernel_reads(
+    fake_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A quarter of the bytes of bfloat16, and the factors."""
+    monkeypatch.setattr(families, "computes_four_bits", lambda: True)
     tensors = gptq_tensors(4096, 256, 32)
     quantized = store(fake_checkpoint("a", quantization_config=GPTQ), tensors)
     plain = store(fake_checkpoint("b"), {"l.weight": ((256, 4096), np.float16)})
@@ -391,8 +395,14 @@ def test_tensors_that_the_kernel_does_not_take(
     ],
 )
 def test_where_they_are_not_served(
-    fake_checkpoint: Make, kind: Any, dtype: Any, ranks: int, reason: str
+    fake_checkpoint: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Any,
+    dtype: Any,
+    ranks: int,
+    reason: str,
 ) -> None:
+    monkeypatch.setattr(families, "computes_four_bits", lambda: True)
     path = store(fake_checkpoint(quantization_config=AWQ), awq_tensors(ROWS, COLUMNS, 2))
     devices = Devices(
         kind=kind,
@@ -403,3 +413,45 @@ def test_where_they_are_not_served(
 
     with pytest.raises(UnsupportedModel, match=reason):
         read_model(Model(name="a", path=str(path), dtype=dtype, max_context=64), devices)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("quantization", [GPTQ, AWQ, w4a16_config(32)])
+def test_weights_in_4_bits_want_certain_instructions(
+    fake_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, quantization: dict[str, Any], dtype: str
+) -> None:
+    config = read_model_config(fake_checkpoint(quantization_config=quantization))
+    monkeypatch.setattr(families, "computes_four_bits", lambda: True)
+    check_cpu(config, "bfloat16")
+    monkeypatch.setattr(families, "computes_four_bits", lambda: False)
+
+    with pytest.raises(
+        UnsupportedModel, match=r"lacks the instructions \(avx512f.* 4 bits"
+    ) as told:
+        check_cpu(config, dtype)
+
+    assert "bfloat16 or float16, or in 8 bits" in told.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("quantization", "changes"),
+    [
+        (w8a8_config(), {}),
+        (fp8_config((128, 128)), {}),
+        (EIGHT, {}),
+        (GPTQ, {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}),
+        (None, {}),
+    ],
+)
+def test_other_weights_do_not(
+    fake_checkpoint: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: dict[str, Any] | None,
+    changes: dict[str, Any],
+) -> None:
+    """Also those of which the products are computed with."""
+    monkeypatch.setattr(families, "computes_four_bits", lambda: False)
+
+    check_cpu(
+        read_model_config(fake_checkpoint(quantization_config=quantization, **changes)), "bfloat16"
+    )

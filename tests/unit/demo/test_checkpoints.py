@@ -15,7 +15,7 @@ from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.config.loader import load_config
 from appliance.demo import checkpoints, recipes
 from appliance.demo.checkpoints import checkpoint_digest, make_checkpoints, write_config
-from appliance.demo.recipes import DEMO, KINDS, RECIPES
+from appliance.demo.recipes import DEMO, KINDS, RECIPES, demo_models
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,15 @@ def test_the_demonstration_shows_several_kinds(tmp_path: Path) -> None:
     assert [name for name in DEMO if config[name].get("sliding_window")] == ["mistral-a"]
     assert [name for name in DEMO if config[name].get("num_local_experts")] == ["mixtral-a"]
     assert [name for name in DEMO if config[name].get("quantization_config")] == ["qwen3-4bit-a"]
+
+
+def test_a_cpu_without_the_kernel_for_4_bits_serves_another() -> None:
+    served = demo_models(four_bits=False)
+    dtypes = {recipe.name: recipe.dtype for recipe in (*RECIPES, *KINDS)}
+
+    assert demo_models(four_bits=True) == DEMO
+    assert len(set(served)) == len(DEMO)
+    assert {dtypes[name] for name in served} == {"float32"}
 
 
 def test_same_bytes_on_every_run(made: list[Path], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from appliance.errors import ApplianceError
 from appliance.platform.cpus import (
     binding_refusal,
+    computes_four_bits,
     deal_cpus,
     front_end_count,
     kept_cpus,
@@ -140,3 +141,20 @@ def test_packing_needs_instructions(
     assert found(tmp_path / "nothing") == ["float32"]
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert found(file) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "computed"),
+    [
+        ("sse2 avx2 avx512f", False),
+        ("avx2 avx_vnni_int8 avx_ne_convert", False),
+        ("avx2 avx512f avx512bw avx512vl avx512dq", True),
+    ],
+)
+def test_weights_in_4_bits_need_instructions(tmp_path: Path, flags: str, computed: bool) -> None:
+    """Those without which vLLM loads its build for AVX2."""
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+
+    assert computes_four_bits(file) is computed
+    assert not computes_four_bits(tmp_path / "nothing")
