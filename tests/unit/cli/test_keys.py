@@ -51,7 +51,7 @@ def test_everything_that_a_key_may_allow(path: Path) -> None:
     assert 0 <= key.expires_seconds - before - 30 * 86_400 < 60
     assert key == Key(
         name="bob", sha256=key.sha256, created_seconds=key.created_seconds,
-        expires_seconds=key.expires_seconds, scopes=tuple(Scope), models=("a", "b"),
+        expires_seconds=key.expires_seconds, scopes=(Scope.INFER, Scope.ADMIN), models=("a", "b"),
         classes=(RequestClass.BATCH,), slo=True, guides=False, requests_per_minute=1,
         tokens_per_minute=2, concurrency=3,
     )  # fmt: skip

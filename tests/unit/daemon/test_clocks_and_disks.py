@@ -33,6 +33,7 @@ WALL_CLOCK = {
     "daemon/autopilot/runner.py": "which hour of the week it is, and how long a choice is barred",
     "daemon/daemon.py": "when a snapshot was taken, and spans were",
     "daemon/decision_loop.py": "what policies are shown, in events that the journal has",
+    "daemon/gauges.py": "when what is resident was last looked at, which routers read",
     "daemon/policy_history.py": "when policies were chosen",
     "frontend/ollama/replies.py": "`created_at`",
     "frontend/serving/published.py": "`completed_at`",
