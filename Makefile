@@ -7,13 +7,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Nothing but the very files that requirements/ has the digests of, and nothing built from sources.
 PINNED := --no-deps --require-hashes --only-binary :all:
 CONFIG ?= etc/appliance.toml
+# Which tests the targets below run: a marker of pytest. `make test-unit CASES=` runs all.
+CASES ?= not thorough
 COVERED := tests/unit/scheduling
 
 # Tests start many processes: what Python compiled for one is read by the next.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-autopilot test-gpu gpu-lease gpu-dry test-clients fuzz chaos docs pins lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-thorough test-deb test-top test-autopilot test-gpu gpu-lease gpu-dry test-clients fuzz chaos docs pins lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,26 +69,29 @@ check: lint ## Lint, types and most unit tests, in three minutes on two cores
 	$(BIN)/python -m pytest -q -n auto -m "not thorough" tests/unit
 
 # Types are checked on one processor; the lab has the others meanwhile.
-test: $(VENV)/.dev ## Lint and all tests
+test: $(VENV)/.dev ## Lint and the tests that every change has to pass, in less than 20 minutes on two cores
 	$(MAKE) --jobs 2 --output-sync=target lint results-quick
 	$(MAKE) test-unit test-coverage test-frontend test-engine test-system
 
+test-thorough: $(VENV)/.dev ## All the tests that `make test` leaves out, in about an hour: further cases, other families
+	$(MAKE) CASES=thorough test-unit test-frontend test-engine test-system
+
 test-unit: $(VENV)/.dev ## Fast tests, no engine; those of the scheduling machine are test-coverage's
-	$(BIN)/python -m pytest -q -n auto $(COVERED:%=--ignore=%) tests/unit
+	$(BIN)/python -m pytest -q -n auto -m "$(CASES)" $(COVERED:%=--ignore=%) tests/unit
 
 test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every branch of it
 	$(BIN)/python -m pytest -q -n auto $(COVERED) \
 		--cov=appliance.scheduling --cov-branch --cov-fail-under=100
 
 test-frontend: $(VENV)/.dev ## vLLM's front half in a front end, over a stand-in core
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile tests/frontend
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile -m "$(CASES)" tests/frontend
 
 # In two runs, as what vLLM keeps of each model that was built adds up to more than there is.
 test-engine: $(VENV)/.dev ## Memory and engines on real vLLM
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
-		tests/engine/test_[a-l]*.py --durations=8
+		-m "$(CASES)" tests/engine/test_[a-l]*.py --durations=8
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
-		tests/engine/test_[m-z]*.py --durations=8
+		-m "$(CASES)" tests/engine/test_[m-z]*.py --durations=8
 
 test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/gpu.md)
 	$(BIN)/python -m pytest -q tests/gpu
@@ -109,7 +114,7 @@ gpu-dry: $(GPU_DRY)/.created ## The CUDA side on a driver that computes nothing:
 
 # Three at a time: two leave a sixth of two processors unused.
 test-system: $(VENV)/.dev ## The whole appliance
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$(CASES)" \
 		tests/system --ignore tests/system/test_deb.py --ignore tests/system/test_web.py \
 		--ignore tests/system/test_dashboard.py --ignore tests/system/test_autopilot.py --durations=12
 

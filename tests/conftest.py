@@ -19,6 +19,8 @@ from safetensors.numpy import save_file
 settings.register_profile("appliance", deadline=None)
 settings.load_profile("appliance")
 
+TESTS = Path(__file__).parent
+SAMPLED = ("engine", "frontend")
 NOWHERE = Path("/nonexistent")
 
 CHECKPOINT_CONFIG: dict[str, Any] = {
@@ -55,6 +57,18 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many cases, the first and the last are representative where each case has an
+    engine or a front end; the others are thorough (docs/decisions/0128-two-tiers-of-tests.md)."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in SAMPLED:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        for item in same[1:-1]:
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -56,6 +56,8 @@ LONGEST = (
 """Files that begin first, the longest before all, so that no process is left alone at the end."""
 SHARING = ("test_guides_and_tools", "test_dialects", "test_openai_client", "test_thinking")
 """Files that share a daemon, which begin last: it is not there beside those of others."""
+ALWAYS = (*SHARING, "test_demo", "test_first_hour", "test_keys", "test_kills", "test_restart")
+"""Files of which `make test` plays all; the others are thorough."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/system" in str(item.path):
             item.add_marker(pytest.mark.system)
+            if item.path.stem not in ALWAYS:
+                item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(scope="session", autouse=True)
