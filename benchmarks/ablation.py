@@ -2,10 +2,10 @@
 
     python -m benchmarks.ablation [--jobs N] [--only VARIANT …] [--json FILE]
 
-A variant has a decision made by another policy, a parameter changed, or a constant of the policy's
-modules: those are no parameters, as no box needs others. The figures are shares of tokens, of first
-tokens or of requests that were in time, as the row's own table counts them; one seed, the same on
-any machine. About fifteen minutes of CPU.
+A variant has a decision made by another policy, a parameter changed, or a constant of the
+appliance's modules: those are no parameters, as no box needs others. The figures are shares of
+tokens, of first tokens, of means between tokens or of requests that were in time, as the row says;
+one seed, the same on any machine. About half an hour of CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Variant:
     """Policies that decide instead, by hook."""
     parameters: Mapping[str, float] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """By module of `appliance.plugins` and name."""
+    """By module of `appliance` and name."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ ROWS: Mapping[str, Row] = {
     "Azure x 4": Row("capacity_azure", 4, "token_attainment"),
     "four A10, 8 models": Row("aegaeon_17_left", 8, "token_attainment"),
     "Prism Fig. 7, 2 GPUs": Row("prism_07_gpus", 2, "ttft_attainment"),
+    "Prism Fig. 12, 16 GPUs": Row("prism_12", 16, "tpot_attainment"),
     "KV short, 4 models": Row("kv_short_models", 1, "token_attainment"),
 }
 
@@ -73,8 +74,12 @@ VARIANTS: Mapping[str, Variant] = {
     "turns cut for their own model only": Variant({"preempt": SERVERLESS}),
     "prompts in chunks of 1024": Variant({"batch": "pd_aggregated"}),
     "no homes": Variant(parameters={"home_share": ALWAYS}),
-    "homes move for 20 %": Variant(constants={"homes.THRESHOLD": 0.2}),
-    "no short prompts first": Variant(constants={"instance_work.outlook.SHORT_SECONDS": 0.0}),
+    "homes move for 20 %": Variant(constants={"plugins.homes.THRESHOLD": 0.2}),
+    "no second homes": Variant(constants={"plugins.homes.SPARE_SHARE": ALWAYS}),
+    "no weights ahead": Variant(constants={"scheduling.prefetcher.AHEAD_FREE_SHARE": ALWAYS}),
+    "no short prompts first": Variant(
+        constants={"plugins.instance_work.outlook.SHORT_SECONDS": 0.0}
+    ),
     "tokens due by the schedule": Variant(parameters={"pace": 0.0}),
     "late requests due again after 5 s": Variant(parameters={"renewal_seconds": 5.0}),
     "late models wait at most 5 s": Variant(parameters={"max_lateness_seconds": 5.0}),
@@ -94,7 +99,7 @@ def _with(constants: Mapping[str, Any]) -> Iterator[None]:
     found = []
     for name, value in constants.items():
         module, constant = name.rsplit(".", 1)
-        place = importlib.import_module(f"appliance.plugins.{module}")
+        place = importlib.import_module(f"appliance.{module}")
         found.append((place, constant, getattr(place, constant)))
         setattr(place, constant, value)
     try:

@@ -240,8 +240,12 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         others: Sequence[InstanceView],
         costs: Costs,
     ) -> Sequence[Migration] | None:
-        """Only of a model whose instances prefill or decode: to those that decode."""
-        return self._lone.flow(instance, requests, others, costs)
+        """Of a model whose instances prefill or decode, to those that decode. Of a model that has
+        homes, but not here any more, to a home."""
+        moves = self._lone.flow(instance, requests, others, costs)
+        if moves is None and self._homes.of:
+            return self._homes.moves(instance, requests, others) or None
+        return moves
 
     @hookimpl
     def batch(

@@ -13,7 +13,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from appliance.scheduling.policy_api import ClusterView, Costs, ModelView, Placement
+from appliance.plugins.lone_model import count_kv_tokens
+from appliance.scheduling.policy_api import (
+    ClusterView,
+    Costs,
+    DecodingView,
+    InstanceView,
+    Migration,
+    ModelView,
+    Placement,
+)
 from appliance.vocabulary import InstanceId, ModelName
 
 FEWEST_INSTANCES = 2
@@ -132,6 +141,27 @@ class Homes:
             models = rest | here if self.of else None
             placements.append(Placement(models=models, ahead=ahead))
         return placements
+
+    def moves(
+        self,
+        instance: InstanceView,
+        requests: Iterable[DecodingView],
+        others: Sequence[InstanceView],
+    ) -> list[Migration]:
+        """Requests that decode here though their model has its homes elsewhere, since homes moved:
+        each turn of theirs would bring weights here that have no place. They go on at a home,
+        rather where the weights are, and then where the least KV is. O(requests x homes)."""
+        found = []
+        for request in requests:
+            homes = self.of.get(request.model)
+            if homes is None or instance.id in homes:
+                continue
+            model = request.model
+            able = [view for view in others if view.id in homes]
+            able.sort(key=lambda view: (model not in view.resident, count_kv_tokens(view), view.id))
+            if able:
+                found.append(Migration(request=request.id, target=able[0].id))
+        return found
 
     def at(self, instance: InstanceId) -> frozenset[ModelName]:
         """The models that have a home there. O(models)."""

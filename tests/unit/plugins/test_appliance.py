@@ -20,9 +20,11 @@ from appliance.vocabulary import PrefetchModel, RequestClass, Role, Ticked
 from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
+    GIB,
     FixedCosts,
     batch_view,
     cluster_view,
+    decoding_view,
     group_view,
     instance_view,
     model_view,
@@ -106,6 +108,21 @@ def test_other_parameters_move_no_model() -> None:
     after = cluster_view(2, *now)
     assert second.place(now=NOW, cluster=after, costs=COSTS) == homes
     assert anew.place(now=NOW, cluster=after, costs=COSTS) != homes
+
+
+def test_what_decodes_away_from_home_goes_there() -> None:
+    policy, hot = Appliance(), model_view("hot", ttft=1.0, arrivals=9.0, tokens=4000.0)
+    large = [hot, *[model_view(f"m{n}", ttft=1.0, weight_bytes=30 * GIB) for n in range(3)]]
+    placements = policy.place(now=NOW, cluster=cluster_view(2, *large), costs=COSTS)
+    first, second = [place.models or frozenset() for place in placements]
+    requests = [decoding_view(f"of {name}", name) for name in sorted(first | second)]
+
+    moves = policy.flow(
+        instance=instance_view(0), requests=requests, others=[instance_view(1)], costs=COSTS
+    )
+
+    assert {move.request for move in moves or ()} == {f"of {name}" for name in second - first}
+    assert {move.target for move in moves or ()} == {1}
 
 
 # --- who runs ------------------------------------------------------------------------------------

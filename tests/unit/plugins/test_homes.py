@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.plugins.homes import PERIOD_SECONDS, Homes, HomeSeeker, find_homes, is_better
+from appliance.scheduling.policy_api import InstanceView, Migration
+from tests.unit.plugins.policy_views import batch_view, decoding_view, instance_view
 
 GB = 1 << 30
 
@@ -235,3 +237,23 @@ def test_models_that_too_few_instances_can_serve_have_none() -> None:
     assert homes.of == {}
     homes.plan(capacity, [HomeSeeker("a", 1.0, 1)])
     assert homes.of == {"a": {0, 1, 2}}
+
+
+def test_requests_that_a_home_left_behind_go_on_at_a_home() -> None:
+    """Where the weights are, then where less KV is; those of models with a home here, or without
+    any, stay."""
+    homes = Homes()
+    homes.of = {"moved": frozenset({1, 2, 3}), "here": frozenset({0, 1})}
+    requests = [decoding_view(f"of {name}", name) for name in ("moved", "here", "anywhere")]
+    here = instance_view(0)
+    away = instance_view(1)
+    busy = instance_view(2, resident=frozenset({"moved"}), batches=(batch_view("b", kv_tokens=9),))
+    idle = instance_view(3, resident=frozenset({"moved"}))
+
+    def target(*others: InstanceView) -> list[Migration]:
+        return homes.moves(here, requests, others)
+
+    assert target(away, busy, idle) == [Migration(request="of moved", target=3)]
+    assert target(away, busy) == [Migration(request="of moved", target=2)]
+    assert target(away) == [Migration(request="of moved", target=1)]
+    assert target(instance_view(4)) == []
