@@ -141,7 +141,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._expectations.renew(now, self._weights, costs)
         there = (
             [(view.id, view.up) for view in cluster.instances],
-            [(model.name, model.instances) for model in cluster.models],
+            list(self._weights),
+            [model.instances for model in cluster.models],
         )
         if self._homes.are_due(now, there):
             seekers = find_seekers(cluster.models, costs, self.home_share, self.output_tokens)
@@ -197,7 +198,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 seconds += alone
                 if model not in view.resident:
                     seconds += expected.switch_seconds
-            if (seconds, view.id) < (soonest, best.id):
+            if seconds < soonest or (seconds == soonest and view.id < best.id):
                 best, soonest = view, seconds
         if self.shed is Shed.HOPELESS and not apart and self._shedding.may_refuse(request):
             estimate = self._shedding.soonest(

@@ -222,7 +222,9 @@ class _Rooms:
         better = [
             i
             for i in able
-            if asked[i] + demand < most and self.pressure(i, demand, weight_bytes) < pressure
+            if (there := asked[i] + demand) < most
+            and (left := self.free_bytes[i] - weight_bytes) > 0
+            and there / left < pressure  # no call, as this is asked of each model and instance
         ]
         return self.least(better, demand, weight_bytes) if better else home
 

@@ -8,6 +8,7 @@ have no room stays where its prompt was computed, until they have.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -300,9 +301,8 @@ class LoneModel:
         for request in requests:
             if request.model != self._model:
                 continue
-            target = rooms.find(request.tokens)
+            target = rooms.join(request.tokens)
             if target is not None:
-                rooms.join(target, request.tokens)
                 moves.append(Migration(request=request.id, target=target))
         return moves
 
@@ -360,27 +360,29 @@ class _Rooms:
     def find(self, tokens: int) -> InstanceId | None:
         """Where a request with so many tokens has room, and the least KV is read; None if nowhere.
         O(instances)."""
+        index = self._index(tokens)
+        return None if index is None else self.rooms[index].instance
+
+    def join(self, tokens: int) -> InstanceId | None:
+        """The same; the request goes there. O(instances), and mostly the first has room."""
+        index = self._index(tokens)
+        if index is None:
+            return None
+        kv_tokens, instance, requests, room_bytes = self.rooms.pop(index)
+        insort(self.rooms, _Room(kv_tokens + tokens, instance, requests + 1, room_bytes))
+        return instance
+
+    def _index(self, tokens: int) -> int | None:
         if tokens >= self.refused:
             return None
-        for room in self.rooms:
-            grown, many = room.kv_tokens + tokens, 1 + room.requests
-            if many <= self.most and grown * self.token_bytes <= room.room_bytes:
+        for index, (kv_tokens, _, requests, room_bytes) in enumerate(self.rooms):
+            grown, many = kv_tokens + tokens, 1 + requests
+            if many <= self.most and grown * self.token_bytes <= room_bytes:
                 step = self.step_seconds(many, grown) + many * self.arrival_seconds
                 if step <= self.limit_seconds:
-                    return room.instance
+                    return index
         self.refused = tokens
         return None
-
-    def join(self, instance: InstanceId, tokens: int) -> None:
-        """A request with so many tokens goes there. O(instances)."""
-        self.rooms = sorted(
-            [
-                room._replace(kv_tokens=room.kv_tokens + tokens, requests=room.requests + 1)
-                if room.instance == instance
-                else room
-                for room in self.rooms
-            ]
-        )
 
 
 def _serves(view: InstanceView, model: ModelView) -> bool:
