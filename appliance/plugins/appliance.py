@@ -67,8 +67,9 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """What can be set. A question costs O(groups + batches) of the instances that changed since
-    the last one."""
+    """What can be set. What each question costs is said there, where "changes" are those of
+    `Outlooks.of`: O(groups + batches) of the instance if its view changed since the last question,
+    and O(groups + deadlines) of the models whose figures hold no more."""
 
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.2
     """How long before its deadline a request starts to run at the latest, as a share of its
@@ -136,12 +137,14 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         """Models whose loads take long against their TTFT target have homes; the others may run
         everywhere. What is expected of models is renewed, the oldest first; of those
-        that are there no more it is forgotten."""
+        that are there no more it is forgotten. O(models + instances); each `PERIOD_SECONDS`, as
+        homes are planned, O(models x homes x instances)."""
         self._weights = {model.name: model.weight_bytes for model in cluster.models}
         self._expectations.renew(now, self._weights, costs)
         there = (
             [(view.id, view.up) for view in cluster.instances],
-            [(model.name, model.instances) for model in cluster.models],
+            list(self._weights),
+            [model.instances for model in cluster.models],
         )
         if self._homes.are_due(now, there):
             seekers = find_seekers(cluster.models, costs, self.home_share, self.output_tokens)
@@ -153,7 +156,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     @hookimpl
     def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet | None:
-        """As few instances as will do, if it is to park any. Those with homes need all."""
+        """As few instances as will do, if it is to park any. Those with homes need all. O(1); with
+        `park`, O(models + groups + batches) of all instances."""
         if not self.park:
             return None
         demands = parking.find_demands(cluster.models, costs, self.output_tokens)
@@ -174,7 +178,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         no steps. What that costs depends on the other models: while half of the instances would do
         for all models with work, nothing. Then the KV that steps read counts instead; where models
         crowd, it would keep requests of a model from gathering. If requests are shed and its first
-        token would be late there: where that comes first. Hopeless requests are refused."""
+        token would be late there: where that comes first. Hopeless requests are refused.
+        O(instances), and O(groups + batches) of two that changed (`Loads.of`); where requests are
+        shed, of all that changed."""
         model = request.model
         self._lone.note(request)
         apart = self._lone.is_apart(model)
@@ -197,7 +203,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 seconds += alone
                 if model not in view.resident:
                     seconds += expected.switch_seconds
-            if (seconds, view.id) < (soonest, best.id):
+            if seconds < soonest or (seconds == soonest and view.id < best.id):
                 best, soonest = view, seconds
         if self.shed is Shed.HOPELESS and not apart and self._shedding.may_refuse(request):
             estimate = self._shedding.soonest(
@@ -223,7 +229,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         costs: Costs,
     ) -> InstanceId:
         """Where its KV is, or where the least has to be read; for a model whose instances prefill
-        or decode, first where those have room that decode."""
+        or decode, first where those have room that decode. O(1) in the first case, else
+        O(instances + their batches)."""
         if self._lone.is_apart(request.model):
             target = self._lone.decode(request, prefilled_on, instances, costs)
             if target is not None:
@@ -241,7 +248,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         costs: Costs,
     ) -> Sequence[Migration] | None:
         """Of a model whose instances prefill or decode, to those that decode. Of a model that has
-        homes, but not here any more, to a home."""
+        homes, but not here any more, to a home. O(requests) where nothing goes, O(1) without homes;
+        elsewhere as `LoneModel.flow` and `Homes.moves` say."""
         moves = self._lone.flow(instance, requests, others, costs)
         if moves is None and self._homes.of:
             return self._homes.moves(instance, requests, others) or None
@@ -253,7 +261,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     ) -> BatchLimits:
         """As many as there are. A prompt in the same steps is computed in parts that keep steps in
         their TBT target, unless it is urgent. Prompts are computed one by one where other models
-        have work, so that what comes next is decided after each."""
+        have work, so that what comes next is decided after each. O(groups + batches), and
+        changes."""
         batch = find_batch(instance, model)
         expected = self._expectations.of(model, now, costs)
         others = any([group.model != model for group in instance.groups])
@@ -280,7 +289,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     @hookimpl
     def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
         """Prompts of the model that runs next come first, then the most urgent. Of a model that
-        runs next for its short prompts, those that are late already do not come before these."""
+        runs next for its short prompts, those that are late already do not come before these.
+        O(groups log groups + models with work), and changes."""
         work, groups = self._next(now, instance, costs), instance.groups
         deadlines = [group.deadline for group in groups]
         first: list[int] = []
@@ -295,7 +305,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     @hookimpl
     def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
         """The prompts of the model that runs next are computed before it decodes: then they decode
-        with the others."""
+        with the others. O(models with work), and changes."""
         first, work = instance.groups[0], self._next(now, instance, costs)
         if first.model != work.model:
             return Phase.DECODE
@@ -308,7 +318,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     @hookimpl
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
-        """One turn, and in which order the others are likely to follow."""
+        """One turn, and in which order the others are likely to follow. O(n log n) for n models
+        with work, and changes."""
         runnable = {batch.model for batch in instance.batches if batch.runnable}
         works = self._outlooks.of(now, instance, costs)
         first = self._next(now, instance, costs, prompts=False)
@@ -328,7 +339,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
         """A prompt of the model that runs joins at once, and a short one of another model begins at
         once. One that came before the turn began is taken to wait for room, and cuts nothing. For
-        the rest the turn is cut when that has to begin."""
+        the rest the turn is cut when that has to begin. O(groups + n log n) for n models with work,
+        and changes."""
         model = instance.turn
         if model is None or any([group.model == model for group in instance.groups]):
             return 0.0

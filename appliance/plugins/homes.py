@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from appliance.plugins.lone_model import count_kv_tokens
@@ -59,10 +60,6 @@ class HomeSeeker(NamedTuple):
     demand: float
     weight_bytes: int
     instances: frozenset[InstanceId] | None = None
-
-    def able(self, instances: Iterable[InstanceId]) -> list[InstanceId]:
-        """Those of the instances that can serve it."""
-        return [i for i in instances if self.instances is None or i in self.instances]
 
 
 def find_seekers(
@@ -118,11 +115,12 @@ class Homes:
     def plan(self, capacity_bytes: Mapping[InstanceId, int], seekers: Sequence[HomeSeeker]) -> None:
         """Give those of the models that enough instances can serve homes on instances that are
         up."""
-        able = [one for one in seekers if len(one.able(capacity_bytes)) >= FEWEST_INSTANCES]
+        where = _Where(capacity_bytes)
+        able = [one for one in seekers if len(where.of(one)) >= FEWEST_INSTANCES]
         found = find_homes(able, capacity_bytes, self.of, THRESHOLD)
         if (
             self.of.keys() != found.keys()
-            or not all([self.of[one.model].issubset(one.able(capacity_bytes)) for one in able])
+            or not all([self.of[one.model] <= where.of(one) for one in able])
             or (found != self.of and is_better(able, capacity_bytes, found, self.of))
         ):
             self.of = found
@@ -130,17 +128,17 @@ class Homes:
     def placements(self, cluster: ClusterView, seekers: Sequence[HomeSeeker]) -> list[Placement]:
         """Planned anew: which models each instance may serve; None for all, if none has homes.
         Weights are loaded ahead where they have a home, the largest demands first.
-        O(models x homes x instances)."""
+        O(models x homes), and what `find_homes` costs."""
         self.plan({view.id: view.total_bytes for view in cluster.instances if view.up}, seekers)
         rest = frozenset([model.name for model in cluster.models]).difference(self.of)
-        largest_first = sorted(seekers, key=lambda one: (-one.demand, one.model))
-        placements = []
-        for view in cluster.instances:
-            here = self.at(view.id)
-            ahead = tuple([one.model for one in largest_first if one.model in here])
-            models = rest | here if self.of else None
-            placements.append(Placement(models=models, ahead=ahead))
-        return placements
+        ahead: dict[InstanceId, list[ModelName]] = {view.id: [] for view in cluster.instances}
+        for one in _largest_first(seekers):
+            for instance in self.of.get(one.model, ()):
+                ahead[instance].append(one.model)
+        return [
+            Placement(models=rest.union(here) if self.of else None, ahead=tuple(here))
+            for here in ahead.values()
+        ]
 
     def moves(
         self,
@@ -150,48 +148,120 @@ class Homes:
     ) -> list[Migration]:
         """Requests that decode here though their model has its homes elsewhere, since homes moved:
         each turn of theirs would bring weights here that have no place. They go on at a home,
-        rather where the weights are, and then where the least KV is. O(requests x homes)."""
-        found = []
+        rather where the weights are, and then where the least KV is. O(requests), and
+        O(instances + their batches) for each model that goes."""
+        found, targets = [], dict[ModelName, InstanceId | None]()
         for request in requests:
-            homes = self.of.get(request.model)
+            model, homes = request.model, self.of.get(request.model)
             if homes is None or instance.id in homes:
                 continue
-            model = request.model
-            able = [view for view in others if view.id in homes]
-            able.sort(key=lambda view: (model not in view.resident, count_kv_tokens(view), view.id))
-            if able:
-                found.append(Migration(request=request.id, target=able[0].id))
+            if model not in targets:
+                targets[model] = _best_home(model, [view for view in others if view.id in homes])
+            if (target := targets[model]) is not None:
+                found.append(Migration(request=request.id, target=target))
         return found
 
-    def at(self, instance: InstanceId) -> frozenset[ModelName]:
-        """The models that have a home there. O(models)."""
-        return frozenset([model for model, homes in self.of.items() if instance in homes])
+
+def _best_home(model: ModelName, homes: Sequence[InstanceView]) -> InstanceId | None:
+    able = [(model not in view.resident, count_kv_tokens(view), view.id) for view in homes]
+    return min(able)[2] if able else None
 
 
-class _Room(NamedTuple):
-    demand: float
-    free_bytes: float
-    total_bytes: float
+class _Where:
+    """On which of the instances that are up models can be served. O(1), and O(instances) for each
+    set of instances that was not seen before."""
 
-    def pressure(self, demand: float, weight_bytes: int) -> float:
-        """Demand for the memory left, if the model came here, too."""
-        left = self.free_bytes - weight_bytes
-        return (self.demand + demand) / left if left > 0 else math.inf
+    def __init__(self, instances: Iterable[InstanceId]) -> None:
+        self._up = frozenset(instances)
+        self._of: dict[frozenset[InstanceId] | None, frozenset[InstanceId]] = {None: self._up}
 
-    def takes(self, weight_bytes: int) -> bool:
-        """Whether a further home of a model has room here."""
-        left = self.free_bytes - weight_bytes
-        shared = self.free_bytes < self.total_bytes
-        return left >= (FREE_SHARE * self.total_bytes if shared else 0)
+    def of(self, seeker: HomeSeeker) -> frozenset[InstanceId]:
+        found = self._of.get(seeker.instances)
+        if found is None:
+            found = self._of[seeker.instances] = self._up.intersection(seeker.instances or ())
+        return found
 
-    def spares(self, demand: float, weight_bytes: int) -> bool:
-        """Whether a home that the demand does not ask for has room here."""
-        left = self.free_bytes - weight_bytes
-        return left >= SPARE_SHARE * self.total_bytes and self.demand + demand <= SPARE_DEMAND
 
-    def after(self, demand: float, weight_bytes: int) -> _Room:
-        """What is left when the model is here."""
-        return self._replace(demand=self.demand + demand, free_bytes=self.free_bytes - weight_bytes)
+class _Rooms:
+    """What is left of each instance while homes are dealt out."""
+
+    def __init__(self, capacity_bytes: Mapping[InstanceId, int]) -> None:
+        self.total_bytes = {i: float(size) for i, size in capacity_bytes.items()}
+        self.free_bytes = dict(self.total_bytes)
+        self.demand = dict.fromkeys(capacity_bytes, 0.0)
+
+    def give(self, instance: InstanceId, demand: float, weight_bytes: int) -> None:
+        """A model is there from now on."""
+        self.demand[instance] += demand
+        self.free_bytes[instance] -= weight_bytes
+
+    def takes(self, instance: InstanceId, weight_bytes: int) -> bool:
+        """Whether a further home of a model has room there."""
+        free, total = self.free_bytes[instance], self.total_bytes[instance]
+        return free - weight_bytes >= (FREE_SHARE * total if free < total else 0)
+
+    def with_spare_memory(self) -> list[InstanceId]:
+        """Where a home that the demand does not ask for may have room, whatever it weighs."""
+        return [i for i, b in self.free_bytes.items() if b >= SPARE_SHARE * self.total_bytes[i]]
+
+    def spares(self, instance: InstanceId, demand: float, weight_bytes: int) -> bool:
+        """Whether such a home has room there."""
+        left = self.free_bytes[instance] - weight_bytes
+        return (
+            left >= SPARE_SHARE * self.total_bytes[instance]
+            and self.demand[instance] + demand <= SPARE_DEMAND
+        )
+
+    def pressure(self, instance: InstanceId, demand: float, weight_bytes: int) -> float:
+        """Demand for the memory left, if a model came there, too."""
+        left = self.free_bytes[instance] - weight_bytes
+        return (self.demand[instance] + demand) / left if left > 0 else math.inf
+
+    def least(
+        self, instances: Iterable[InstanceId], demand: float, weight_bytes: int
+    ) -> InstanceId:
+        """The one of the instances with the least pressure; of some with the same, that with the
+        least demand, then with the most memory. O(instances)."""
+        _, least = min(
+            [(self.pressure(i, demand, weight_bytes), i) for i in instances],
+            key=lambda found: (
+                found[0],
+                self.demand[found[1]],
+                -self.free_bytes[found[1]],
+                found[1],
+            ),
+        )
+        return least
+
+    def best(
+        self,
+        able: frozenset[InstanceId],
+        demand: float,
+        weight_bytes: int,
+        before: frozenset[InstanceId],
+        threshold: float,
+    ) -> InstanceId:
+        """The one of the `able` instances with the least pressure; a home of the model (`before`),
+        unless another one is clearly better. O(able), and O(1) with a home if it would be asked for
+        more everywhere."""
+        mine = before & able
+        if not mine:
+            return self.least(able, demand, weight_bytes)
+        home = self.least(mine, demand, weight_bytes) if len(mine) > 1 else next(iter(mine))
+        free, asked = self.free_bytes[home] - weight_bytes, self.demand
+        full = free < FULL_SHARE * self.total_bytes[home]
+        most = math.inf if full else (1 - UNEVEN) * (asked[home] + demand)
+        if min(asked.values()) + demand >= most:
+            return home
+        pressure = (1 - threshold) * self.pressure(home, demand, weight_bytes)
+        better = [
+            i
+            for i in able
+            if (there := asked[i] + demand) < most
+            and (left := self.free_bytes[i] - weight_bytes) > 0
+            and there / left < pressure  # no call, as this is asked of each model and instance
+        ]
+        return self.least(better, demand, weight_bytes) if better else home
 
 
 def find_homes(
@@ -202,50 +272,76 @@ def find_homes(
 ) -> dict[ModelName, frozenset[InstanceId]]:
     """The homes of each model. It leaves one that it has (`known`) only for one where the pressure
     is lower by more than `threshold` of it, and the demand by more than `UNEVEN`. `seekers` can
-    each be served by an instance. O(models x homes x instances)."""
-    rooms = {i: _Room(0.0, float(size), float(size)) for i, size in capacity_bytes.items()}
+    each be served by an instance. O(models x homes x instances), and O(models x homes) where models
+    stay and instances are asked for about as much."""
+    rooms, where = _Rooms(capacity_bytes), _Where(capacity_bytes)
     total = sum([seeker.demand for seeker in seekers])
     homes: dict[ModelName, list[InstanceId]] = {seeker.model: [] for seeker in seekers}
-    largest_first = sorted(seekers, key=lambda one: (-one.demand, one.model))
-    counts = [_share(seeker, total, rooms) for seeker in largest_first]
-    for further in (False, True):  # each has one before any has several
-        for seeker, count in zip(largest_first, counts, strict=True):
-            mine = homes[seeker.model]
-            for _ in range(count - 1 if further else 1):
-                able = {i: rooms[i] for i in seeker.able(rooms) if i not in mine}
-                if further:
-                    able = {i: room for i, room in able.items() if room.takes(seeker.weight_bytes)}
-                if not able:
-                    break
-                demand = seeker.demand / count
-                before = known.get(seeker.model, frozenset())
-                best = _best(able, demand, seeker.weight_bytes, before, threshold)
-                rooms[best] = rooms[best].after(demand, seeker.weight_bytes)
-                mine.append(best)
-    for seeker in largest_first:
+    largest_first = _largest_first(seekers)
+    several: list[tuple[HomeSeeker, int]] = []
+    for seeker in largest_first:  # each has one before any has several
+        able = where.of(seeker)
+        share = seeker.demand / total * len(capacity_bytes) if total else 1.0
+        count = min(len(able), max(1, math.ceil(share - 1e-9)))
+        if count > 1:
+            several.append((seeker, count))
+        demand, before = seeker.demand / count, known.get(seeker.model, frozenset())
+        best = rooms.best(able, demand, seeker.weight_bytes, before, threshold)
+        rooms.give(best, demand, seeker.weight_bytes)
+        homes[seeker.model].append(best)
+    for seeker, count in several:
+        _add_further(homes[seeker.model], seeker, count, rooms, where, known, threshold)
+    spare = frozenset(rooms.with_spare_memory())
+    for seeker in largest_first if spare else ():
         if len(homes[seeker.model]) == 1:
-            _add_spare(homes[seeker.model], seeker, rooms, known, threshold)
+            able = where.of(seeker) & spare
+            _add_spare(homes[seeker.model], seeker, able, rooms, known, threshold)
     return {model: frozenset(mine) for model, mine in homes.items()}
+
+
+def _add_further(
+    mine: list[InstanceId],
+    seeker: HomeSeeker,
+    count: int,
+    rooms: _Rooms,
+    where: _Where,
+    known: Mapping[ModelName, frozenset[InstanceId]],
+    threshold: float,
+) -> None:
+    """Give a model with one home up to `count`. O(homes x instances)."""
+    demand, weight_bytes = seeker.demand / count, seeker.weight_bytes
+    before = known.get(seeker.model, frozenset())
+    for _ in range(count - 1):
+        others = where.of(seeker).difference(mine)
+        able = frozenset([i for i in others if rooms.takes(i, weight_bytes)])
+        if not able:
+            break
+        best = rooms.best(able, demand, weight_bytes, before, threshold)
+        rooms.give(best, demand, weight_bytes)
+        mine.append(best)
 
 
 def _add_spare(
     mine: list[InstanceId],
     seeker: HomeSeeker,
-    rooms: dict[InstanceId, _Room],
+    able: frozenset[InstanceId],
+    rooms: _Rooms,
     known: Mapping[ModelName, frozenset[InstanceId]],
     threshold: float,
 ) -> None:
-    """Give a model with one home a second one if it has room to spare somewhere: a burst there,
-    or of another model at its home, need not wait. Each takes half of its demand. O(instances)."""
+    """Give a model with one home a second one if it has room to spare on one of the `able`
+    instances: a burst there, or of another model at its home, need not wait. Each takes half of its
+    demand. O(able), and O(1) where all are asked for too much."""
     (first,) = mine
-    demand = seeker.demand / 2
-    able = {i: rooms[i] for i in seeker.able(rooms) if i != first}
-    able = {i: room for i, room in able.items() if room.spares(demand, seeker.weight_bytes)}
-    if able:
+    demand, weight_bytes = seeker.demand / 2, seeker.weight_bytes
+    if min(rooms.demand.values()) + demand > SPARE_DEMAND:
+        return
+    roomy = [i for i in able if i != first and rooms.spares(i, demand, weight_bytes)]
+    if roomy:
         before = known.get(seeker.model, frozenset())
-        second = _best(able, demand, seeker.weight_bytes, before, threshold)
-        rooms[first] = rooms[first].after(-demand, 0)
-        rooms[second] = rooms[second].after(demand, seeker.weight_bytes)
+        second = rooms.best(frozenset(roomy), demand, weight_bytes, before, threshold)
+        rooms.give(first, -demand, 0)
+        rooms.give(second, demand, weight_bytes)
         mine.append(second)
 
 
@@ -260,10 +356,12 @@ def is_better(
 
     def missing_and_pressure(homes: Mapping[ModelName, frozenset[InstanceId]]) -> tuple[int, float]:
         demand, left = dict.fromkeys(capacity_bytes, 0.0), dict(capacity_bytes)
-        for one in seekers:
-            for instance in homes[one.model]:
-                demand[instance] += one.demand / len(homes[one.model])
-                left[instance] -= one.weight_bytes
+        for model, asked, weight_bytes, _ in seekers:
+            mine = homes[model]
+            each = asked / len(mine)
+            for instance in mine:
+                demand[instance] += each
+                left[instance] -= weight_bytes
         pressures = [
             demand[instance] / max(FULL_SHARE * size, left[instance])
             for instance, size in capacity_bytes.items()
@@ -277,37 +375,7 @@ def is_better(
     return pressure < (1 - GAIN) * pressure_before
 
 
-def _share(seeker: HomeSeeker, total: float, rooms: Mapping[InstanceId, object]) -> int:
-    """As many instances as its share of all demands, rounded up, but no more than can serve it."""
-    share = seeker.demand / total * len(rooms) if total else 1.0
-    return min(len(seeker.able(rooms)), max(1, math.ceil(share - 1e-9)))
-
-
-def _best(
-    rooms: Mapping[InstanceId, _Room],
-    demand: float,
-    weight_bytes: int,
-    before: frozenset[InstanceId],
-    threshold: float,
-) -> InstanceId:
-    """The room with the least pressure; a home of the model (`before`), unless one is clearly
-    better."""
-
-    def order(instance: InstanceId) -> tuple[float, float, float, InstanceId]:
-        room = rooms[instance]
-        return room.pressure(demand, weight_bytes), room.demand, -room.free_bytes, instance
-
-    mine = [instance for instance in rooms if instance in before]
-    if not mine:
-        return min(rooms, key=order)
-    home = min(mine, key=order)
-    here = rooms[home]
-    pressure = (1 - threshold) * here.pressure(demand, weight_bytes)
-    full = here.free_bytes - weight_bytes < FULL_SHARE * here.total_bytes
-    most = math.inf if full else (1 - UNEVEN) * (here.demand + demand)
-    better = [
-        instance
-        for instance, room in rooms.items()
-        if room.pressure(demand, weight_bytes) < pressure and room.demand + demand < most
-    ]
-    return min(better, key=order, default=home)
+def _largest_first(seekers: Iterable[HomeSeeker]) -> list[HomeSeeker]:
+    """By demand, then by name: two sorts by what is there cost less than one by made pairs."""
+    by_name = sorted(seekers, key=attrgetter("model"))
+    return sorted(by_name, key=attrgetter("demand"), reverse=True)

@@ -8,7 +8,11 @@ have no room stays where its prompt was computed, until they have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from appliance.plugins.separation import ModelLoad, Pressure, Separation
 from appliance.scheduling.policy_api import (
@@ -208,10 +212,8 @@ class LoneModel:
             if view.id in self._prefill
             for group in view.groups
         ]
-        decode = [view for view in mine if view.id in self._decode]
-        kv = {view.id: count_kv_tokens(view) for view in decode}
-        target = self._target(model.name, 1, decode, kv, costs, self._step_share)
-        return Pressure(prompts=any(late), steps=target is None)
+        rooms = self._rooms(model.name, mine, costs, self._step_share)
+        return Pressure(prompts=any(late), steps=rooms.find(1) is None)
 
     def _choose(self, mine: Sequence[InstanceView], prefill: int) -> None:
         """Those that prefill go on; then those come that decode least."""
@@ -276,12 +278,12 @@ class LoneModel:
         instances: Sequence[InstanceView],
         costs: Costs,
     ) -> InstanceId | None:
-        """In place where others decode, else where they have room; None if they have none."""
-        decode = [view for view in instances if view.id in self._decode]
-        kv = {view.id: count_kv_tokens(view) for view in decode}
-        if prefilled_on in kv:
+        """In place where others decode, else where they have room; None if they have none.
+        O(instances + their batches)."""
+        if prefilled_on in self._decode and any([v.id == prefilled_on for v in instances]):
             return prefilled_on
-        return self._target(request.model, request.tokens, decode, kv, costs, self._step_share)
+        rooms = self._rooms(request.model, instances, costs, self._step_share)
+        return rooms.find(request.tokens)
 
     def flow(
         self,
@@ -291,47 +293,96 @@ class LoneModel:
         costs: Costs,
     ) -> Sequence[Migration] | None:
         """Requests that decode where prompts are computed go on where there is room; None if no
-        prompts are computed here only. O(requests x instances), and O(1) where nothing goes."""
-        if instance.id not in self._prefill:
+        prompts are computed here only. O(1) where nothing goes; else O(requests + instances), and
+        O(instances) for each request that goes on or is the shortest so far without room."""
+        if instance.id not in self._prefill or self._model is None:
             return None
-        decode = [view for view in others if view.id in self._decode]
-        kv = {view.id: count_kv_tokens(view) for view in decode}
-        moves, joined = [], dict.fromkeys(kv, 0)
+        rooms, moves = self._rooms(self._model, others, costs, FLOW_SHARE), []
         for request in requests:
             if request.model != self._model:
                 continue
-            target = self._target(
-                request.model, request.tokens, decode, kv, costs, FLOW_SHARE, joined
-            )
+            target = rooms.join(request.tokens)
             if target is not None:
-                kv[target] += request.tokens
-                joined[target] += 1
                 moves.append(Migration(request=request.id, target=target))
         return moves
 
-    def _target(
+    def _rooms(
         self,
         model: ModelName,
-        tokens: int,
-        decode: Sequence[InstanceView],
-        kv: Mapping[InstanceId, int],
+        instances: Iterable[InstanceView],
         costs: Costs,
         step_share: float,
-        joined: Mapping[InstanceId, int] | None = None,
-    ) -> InstanceId | None:
-        """Where the least KV is read, of those where one more request has room in memory and in a
-        step, and steps with it take at most so much of the model's TBT target, those included that
-        wait for KV: requests that ask for another one share their steps with those that do not."""
-        found, limit = [], step_share * self._limit_share * self._slo.tbt_seconds
-        for view in decode:
-            batch, grown = find_batch(view, model), kv[view.id] + tokens
-            many = 1 + view.computing_requests
-            many += (batch.requests if batch else 0) + (joined[view.id] if joined else 0)
-            step = costs.step_seconds(model, many, grown) + many * self._arrival_seconds
-            fits = grown * self._kv_token_bytes <= _room_bytes(view)
-            if many <= self._most and fits and step <= limit:
-                found.append((kv[view.id], view.id))
-        return min(found)[1] if found else None
+    ) -> _Rooms:
+        """Of those of the instances that decode, where steps take at most so much of the model's
+        TBT target."""
+        rooms = []
+        for view in instances:
+            if view.id in self._decode:
+                batch = find_batch(view, model)
+                requests = view.computing_requests + (batch.requests if batch else 0)
+                kv_tokens = count_kv_tokens(view)
+                rooms.append(_Room(kv_tokens, view.id, requests, _room_bytes(view)))
+        return _Rooms(
+            sorted(rooms),
+            partial(costs.step_seconds, model),
+            step_share * self._limit_share * self._slo.tbt_seconds,
+            self._most,
+            self._kv_token_bytes,
+            self._arrival_seconds,
+        )
+
+
+class _Room(NamedTuple):
+    """What decodes on an instance, and how many bytes of KV it has room for in all."""
+
+    kv_tokens: int
+    instance: InstanceId
+    requests: int
+    room_bytes: float
+
+
+@dataclass(slots=True)
+class _Rooms:
+    """Instances that decode, those first where the least KV is read. One more request has room for
+    its `token_bytes` per token, as one of at most so many (`most`), and in a step of at most
+    `limit_seconds`, of which each request that waits for KV takes `arrival_seconds`: requests that
+    ask for another TBT target share their steps with those that do not."""
+
+    rooms: list[_Room]
+    step_seconds: Callable[[int, int], float]
+    limit_seconds: float
+    most: float
+    token_bytes: float
+    arrival_seconds: float
+    refused: float = math.inf
+    """A request with as many tokens has no room: rooms only get fuller."""
+
+    def find(self, tokens: int) -> InstanceId | None:
+        """Where a request with so many tokens has room, and the least KV is read; None if nowhere.
+        O(instances)."""
+        index = self._index(tokens)
+        return None if index is None else self.rooms[index].instance
+
+    def join(self, tokens: int) -> InstanceId | None:
+        """The same; the request goes there. O(instances), and mostly the first has room."""
+        index = self._index(tokens)
+        if index is None:
+            return None
+        kv_tokens, instance, requests, room_bytes = self.rooms.pop(index)
+        insort(self.rooms, _Room(kv_tokens + tokens, instance, requests + 1, room_bytes))
+        return instance
+
+    def _index(self, tokens: int) -> int | None:
+        if tokens >= self.refused:
+            return None
+        for index, (kv_tokens, _, requests, room_bytes) in enumerate(self.rooms):
+            grown, many = kv_tokens + tokens, 1 + requests
+            if many <= self.most and grown * self.token_bytes <= room_bytes:
+                step = self.step_seconds(many, grown) + many * self.arrival_seconds
+                if step <= self.limit_seconds:
+                    return index
+        self.refused = tokens
+        return None
 
 
 def _serves(view: InstanceView, model: ModelView) -> bool:

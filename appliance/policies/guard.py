@@ -26,6 +26,7 @@ MAX_FAULTS_IN_A_ROW = 3
 
 Views: TypeAlias = Mapping[str, object]
 Check: TypeAlias = Callable[[Any], str | None]
+Ask: TypeAlias = Callable[[Views], object]
 
 
 class CheckedAnswer(NamedTuple):
@@ -120,7 +121,7 @@ class _Thread:
     def __init__(self, name: str, budget_seconds: float) -> None:
         self._name = name
         self._budget_seconds = budget_seconds
-        self._questions: SimpleQueue[tuple[pluggy.HookCaller, Check, Views] | None] = SimpleQueue()
+        self._questions: SimpleQueue[tuple[Ask, Check, Views] | None] = SimpleQueue()
         self._outcomes: SimpleQueue[CheckedAnswer] = SimpleQueue()
         self._late = False
         """A call is still running whose answer is not awaited any more."""
@@ -139,7 +140,7 @@ class _Thread:
                 raise Busy from None
             self._late = False
 
-    def ask(self, hook: pluggy.HookCaller, check: Check, views: Views) -> CheckedAnswer:
+    def ask(self, hook: Ask, check: Check, views: Views) -> CheckedAnswer:
         """Put a question to a thread that is ready. Raises `Overran`."""
         if not self._began:
             self._began = True
@@ -165,10 +166,10 @@ class _Thread:
             self._outcomes.put(outcome)
 
 
-def _attempt(hook: pluggy.HookCaller, check: Check, views: Views) -> CheckedAnswer:
+def _attempt(hook: Ask, check: Check, views: Views) -> CheckedAnswer:
     """Ask, and check: what an answer does when it is looked at is its policy's fault, too."""
     try:
-        answer = hook(**views)
+        answer = hook(views)
         if answer is None:
             return NO_OPINION
         answer = validation.settled(answer)
@@ -187,7 +188,7 @@ def _told(error: BaseException) -> str:
         return type(error).__name__
 
 
-def hook_callers(name: str, policy: object) -> dict[str, pluggy.HookCaller]:
+def hook_callers(name: str, policy: object) -> dict[str, Ask]:
     """The hooks that a policy implements. One manager each, so that an answer has an author."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(PolicySpec)
@@ -197,7 +198,17 @@ def hook_callers(name: str, policy: object) -> dict[str, pluggy.HookCaller]:
     except pluggy.PluginValidationError as error:
         raise PolicyError(f"policy {name}: {error}") from error
     callers = {hook: getattr(manager.hook, hook) for hook in HOOKS}
-    return {hook: caller for hook, caller in callers.items() if caller.get_hookimpls()}
+    return {hook: _asking(caller) for hook, caller in callers.items() if caller.get_hookimpls()}
+
+
+def _asking(caller: pluggy.HookCaller) -> Ask:
+    """A call of the hook's only implementation: the call loop of pluggy takes longer than many an
+    answer. Wrappers, and arguments with defaults, need that loop."""
+    (found,) = caller.get_hookimpls()
+    if found.wrapper or found.hookwrapper or found.kwargnames:
+        return lambda views: caller(**views)
+    function, names = found.function, found.argnames
+    return lambda views: function(*[views[name] for name in names])
 
 
 RECENT: Final = 256

@@ -7,7 +7,7 @@ exactly: `True` is no number here, and a subclass may lie about its fields when 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TypeGuard, TypeVar
 
 from appliance.scheduling.policy_api import (
@@ -56,21 +56,22 @@ def place(answer: object, cluster: ClusterView) -> str | None:
     if not _all_are(answer, Placement) or len(answer) != wanted:
         return f"{wanted} placements were asked for, not {shown(answer)}"
     models = {model.name for model in cluster.models}
-    placed: set[ModelName] = set()
+    placed: list[Set[ModelName]] = []
     for placement in answer:
         if type(placement.role) is not Role:
             return f"{shown(placement.role)} is not a role"
         ahead = placement.ahead
         if type(ahead) is not tuple or not all([type(n) is str and n in models for n in ahead]):
             return f"ahead is a tuple of models, not {shown(ahead)}"
-        if placement.models is None:
-            placed |= models
-        elif type(placement.models) is not frozenset:
-            return f"models are None or a frozenset, not {shown(placement.models)}"
-        else:
-            placed |= placement.models
-    if placed != models:
-        wrong = shown(sorted(map(str, placed ^ models)))
+        if placement.models is not None:
+            if type(placement.models) is not frozenset:
+                return f"models are None or a frozenset, not {shown(placement.models)}"
+            placed.append(placement.models)
+    if len(placed) < wanted:  # one may serve all
+        placed.append(models)
+    together = set().union(*placed)
+    if together != models:
+        wrong = shown(sorted(map(str, together ^ models)))
         return f"every model has to be placed, and no other: {wrong}"
     return None
 
@@ -188,8 +189,9 @@ def flow(
     if reason is not None:
         return reason
     able = {request.id: request.instances for request in requests}
+    targets = {view.id for view in others}
     for migration in answer:
-        if _offered(migration.target, others) is None:
+        if type(migration.target) is not int or migration.target not in targets:
             return _not_offered(migration.target)
         instances = able[migration.request]
         if instances is not None and migration.target not in instances:

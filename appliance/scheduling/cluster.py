@@ -256,6 +256,12 @@ class Cluster:
             self._unasked[model.name] = known
         return known[2]
 
+    def forget(self, model: ModelName) -> None:
+        """The model is gone; nothing of it is here or on any instance."""
+        self._unasked.pop(model, None)
+        for instance in self.instances.values():
+            instance.forget(model)
+
     def _made_model_view(self, model: ModelSpec, shape: KvShape | None, now: float) -> ModelView:
         demand = self._demands.of[model.name]
         left = demand.decay(now)

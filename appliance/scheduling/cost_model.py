@@ -373,11 +373,12 @@ class CostModel:
         _smooth(self._switch, model, seconds)
 
     def step_seconds(self, model: ModelName, requests: int = 1, kv_tokens: int = 0) -> float:
-        factor = self._steps.factors.get(model, 1.0)
-        return factor * self._of(model).step_seconds(requests, kv_tokens)
+        factor, times = self._steps.factors.get(model, 1.0), self._times.get(model, FIRST_GUESS)
+        return factor * times.step_seconds(requests, kv_tokens)
 
     def prefill_seconds(self, model: ModelName, tokens: int) -> float:
-        return self._prompts.factors.get(model, 1.0) * self._of(model).prefill_seconds(tokens)
+        factor, times = self._prompts.factors.get(model, 1.0), self._times.get(model, FIRST_GUESS)
+        return factor * times.prefill_seconds(tokens)
 
     def switch_seconds(self, model: ModelName) -> float:
         """As observed; before that, the time its weights take to load."""

@@ -302,5 +302,4 @@ class ModelLifecycle:
         self._weight_cache.pin(model, False)
         self._demands.forget(model)
         self._costs.forget(model)
-        for instance in self._cluster.instances.values():
-            instance.forget(model)
+        self._cluster.forget(model)

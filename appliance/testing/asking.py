@@ -57,7 +57,7 @@ class Asker:
         answer, wrong, trace = None, "", ""
         began = perf_counter()
         try:
-            answer = validation.settled(self._callers[question.hook](**question.views))
+            answer = validation.settled(self._callers[question.hook](question.views))
             seconds = perf_counter() - began
             if answer is not None:
                 wrong = _check(question, answer) or ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container
-from dataclasses import dataclass
+
+import msgspec
 
 from appliance.scheduling.policy_api import Costs
 from appliance.vocabulary import ModelName
@@ -17,8 +18,7 @@ TIGHT_SHARE = 0.1
 """First tokens of a model are tight if a switch to it takes more than this share of their TTFT."""
 
 
-@dataclass(slots=True, frozen=True)
-class Expected:
+class Expected(msgspec.Struct, frozen=True):
     """What is expected of a model, until it is looked up anew."""
 
     until: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from appliance.plugins.instance_work.expected import Expectations
 from appliance.scheduling.policy_api import Costs, InstanceView
@@ -16,8 +16,7 @@ LOOKED_AT = 2
 """So many instances that changed are looked at anew for one request."""
 
 
-@dataclass(slots=True, frozen=True)
-class InstanceWork:
+class InstanceWork(NamedTuple):
     """About how long everything on an instance takes, as long as it has the same to do."""
 
     made: float

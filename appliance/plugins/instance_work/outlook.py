@@ -87,8 +87,7 @@ class Part(NamedTuple):
     work: ModelWork
 
 
-@dataclass(slots=True, frozen=True)
-class Outlook:
+class Outlook(NamedTuple):
     """What is known of an instance as long as its view is the same."""
 
     view: InstanceView
@@ -155,31 +154,32 @@ class Outlooks:
         batches = {batch.model: batch for batch in view.batches}
         groups: dict[ModelName, list[GroupView]] = {model: [] for model in batches}
         for group in view.groups:
-            model = group.model
-            if model in groups:
-                groups[model].append(group)
+            its = groups.get(group.model)
+            if its is None:
+                groups[group.model] = [group]
             else:
-                groups[model] = [group]
+                its.append(group)
         parts: dict[ModelName, Part] = {}
-        works: dict[ModelName, ModelWork] = {}
         known_expected, resident = self._expectations.known, view.resident
         for model, its in groups.items():
             decoding, here = batches.get(model), model in resident
             part = before.get(model)
-            # The same views are the same objects. No call, as this is asked of each model.
-            if (
-                part is None
-                or part.batch is not decoding
-                or part.expected is not known_expected.get(model)
-                or part.resident is not here
-                or part.work.until < now
-                or part.groups != its
-            ):
-                expected = self._expectations.of(model, now, costs)
-                work = self._work(now, model, decoding, its, expected, here, condition)
-                part = Part(decoding, its, expected, here, work)
-            parts[model] = part
-            works[model] = part.work
+            if part is not None:
+                # The same views are the same objects. No call, as this is asked of each model.
+                batch, known_groups, expected, was_here, work = part
+                if (
+                    batch is decoding
+                    and expected is known_expected.get(model)
+                    and was_here is here
+                    and work.until >= now
+                    and known_groups == its
+                ):
+                    parts[model] = part
+                    continue
+            expected = self._expectations.of(model, now, costs)
+            work = self._work(now, model, decoding, its, expected, here, condition)
+            parts[model] = Part(decoding, its, expected, here, work)
+        works = {model: part.work for model, part in parts.items()}
         return Outlook(view, works, condition, parts)
 
     def _work(
@@ -303,7 +303,7 @@ def _is_behind(now: float, view: InstanceView, was: bool) -> bool:
         if due < now and (was or due + batch.slo.ttft_seconds < now):
             return True
     for group in view.groups:
-        due = _scheduled(group)
+        due = group.deadline if group.scheduled is None else group.scheduled
         if due < now and (was or due + group.slo.ttft_seconds < now):
             return True
     return False
@@ -320,8 +320,7 @@ def _renewed(deadlines: Sequence[float], limit: float, period: float) -> float:
 
 def _longest_gap(view: InstanceView) -> float:
     """The shortest of those that streams here are promised; infinite if none is."""
-    gaps = [batch.slo.gap_seconds for batch in view.batches]
-    return min([gap for gap in gaps if gap], default=math.inf)
+    return min([gap for batch in view.batches if (gap := batch.slo.gap_seconds)], default=math.inf)
 
 
 def _scheduled(group: GroupView) -> float:

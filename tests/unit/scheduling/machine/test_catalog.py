@@ -220,6 +220,20 @@ def test_an_idle_model_leaves() -> None:
     cluster.settle()
 
 
+def test_nothing_is_kept_of_a_model_that_was_never_asked() -> None:
+    """Nor is the view that policies saw of it: models come and go for as long as the daemon
+    runs."""
+    cluster = cluster_of()
+    shown = cluster.machine.cluster._unasked
+    assert shown.keys() == {"a", "b"}
+
+    cluster.tell(ModelRemoved(model="a"))
+    cluster.settle()
+
+    assert gone(cluster, "a")
+    assert shown.keys() == {"b"}
+
+
 def test_a_model_leaves_in_mid_turn() -> None:
     """Its turn is ended, its requests hear it, waiting or running; others go on."""
     cluster = cluster_of()
