@@ -329,6 +329,15 @@ class BusyCluster(RuleBasedStateMachine):
                 assert getattr(command, "instance", None) in {*on, None}
 
     @invariant()
+    def views_of_models_are_true(self) -> None:
+        """Those that were kept are what would be made now, in the order of the catalogue."""
+        cluster, now = self.cluster.machine.cluster, self.cluster.now
+        shown = cluster.cluster_view(now).models
+        cluster.engines_gone()  # all are made anew
+        assert cluster.cluster_view(now).models == shown
+        assert [view.name for view in shown] == [*self.cluster.machine.models]
+
+    @invariant()
     def every_wait_has_a_reason(self) -> None:
         """Who is in no job can say why, and that changes nothing."""
         for request in self.cluster.machine.requests.values():
