@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ MODELS: Final = {1: (1, 15), 4: (4, 59), 16: (16, 234), 64: (62, 938)}
 """By boxes: models that are asked for often, and the others."""
 LOAD: Final = 1.5
 """Times the scenario's rate, at which all are compared."""
-GRID: Final = tuple(0.5 * 1.2**step for step in range(16))
+GRID: Final = tuple(0.5 * 1.2**step for step in range(-6, 16))
 """Loads that are tried for the capacity."""
 KEPT: Final = 0.9
 POLLS: Final = (0.1, 1.0, 5.0)
@@ -93,12 +93,6 @@ def capacity(grid: Sequence[float], kept: Callable[[float], float]) -> float:
     return grid[low] + (grid[high] - grid[low]) * (above - KEPT) / (above - below)
 
 
-def around(load: float) -> Sequence[float]:
-    """The loads of the grid next to a capacity that fewer boxes have."""
-    below = max(n for n, one in enumerate(GRID) if one <= max(load, GRID[0]))
-    return GRID[max(0, below - 1) : below + 3]
-
-
 class Results:
     """The file, written after every run; a run that is in it is not made again. After so many
     new runs as `left` the program ends."""
@@ -134,19 +128,17 @@ class Results:
         self.all[part].append(cell)
         write(self.all, self._path)
 
-    def search(self, boxes: int, router: str, grid: Sequence[float]) -> None:
-        """Find the capacity of boxes behind a router."""
+    def search(self, boxes: int, router: str) -> None:
+        """Find the capacity of boxes behind a router, unless it is known."""
+        if router in self.all["capacity"].get(str(boxes), {}):
+            return
 
         def kept(load: float) -> float:
             return float(self.run(boxes, router, load)["token_attainment"])
 
-        found = capacity(grid, kept)
+        found = capacity(GRID, kept)
         self.all["capacity"].setdefault(str(boxes), {})[router] = round(found, 3)
         write(self.all, self._path)
-
-    def capacities(self, boxes: int) -> Mapping[str, float]:
-        found: Mapping[str, float] = self.all["capacity"].get(str(boxes), {})
-        return found
 
 
 def small(results: Results) -> None:
@@ -154,7 +146,7 @@ def small(results: Results) -> None:
         for router in ROUTERS:
             results.run(boxes, router, LOAD)
     for router in ROUTERS:
-        results.search(4, router, GRID)
+        results.search(4, router)
     for router in ROUTERS:
         results.run(16, router, LOAD)
     for poll in POLLS:
@@ -164,9 +156,11 @@ def small(results: Results) -> None:
 def large(results: Results) -> None:
     results.run(64, "residency", LOAD, minutes=10)
     for router in ("random", "residency"):
-        results.search(16, router, around(results.capacities(4)[router]))
+        results.search(16, router)
     for router in ("random", "residency"):
         results.run(64, router, LOAD)
+    for router in ("least_busy", "residency_prefix"):
+        results.search(16, router)
 
 
 def costs(results: Results) -> None:
