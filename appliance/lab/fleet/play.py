@@ -23,13 +23,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from appliance.errors import LabError
-from appliance.fleet.ranking import BoxState, Choose, FleetRequest
+from appliance.fleet.ranking import BoxLoad, BoxState, Choose, FleetRequest
 from appliance.lab.experiments.run import Contender, Setting, Trial, machine_for
-from appliance.lab.fleet.box_load import box_load
 from appliance.lab.sim.recorder import Recorder
 from appliance.lab.sim.simulator import BoxSimulation, SimulationRun
 from appliance.lab.workload import Arrival
 from appliance.policies.stack import PolicyStack
+from appliance.scheduling.reports.box_load import machine_load
 from appliance.vocabulary import ModelName, RequestId, Word
 
 
@@ -122,7 +122,8 @@ class _Box:
 
     def state(self, now: float) -> BoxState:
         """As it answers a poll."""
-        load = box_load(self.simulation.machine, self.catalogue, now)
+        found = machine_load(self.simulation.machine, now)
+        load = BoxLoad(catalogue=self.catalogue, **found._asdict())
         return BoxState(name=self.name, load=load)
 
     def ended(self, now: float) -> SimulationRun:

@@ -15,8 +15,9 @@ from hypothesis.stateful import (
 )
 
 from appliance.scheduling import host_room
-from appliance.scheduling.lifecycle import KvPlace, Stage
+from appliance.scheduling.lifecycle import EngineStage, KvPlace, Stage
 from appliance.scheduling.model_lifecycle import MAX_BUILD_LOSSES
+from appliance.scheduling.reports.box_load import machine_load
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     BuildModel,
@@ -336,6 +337,21 @@ class BusyCluster(RuleBasedStateMachine):
         cluster.engines_gone()  # all are made anew
         assert cluster.cluster_view(now).models == shown
         assert [view.name for view in shown] == [*self.cluster.machine.models]
+
+    @invariant()
+    def what_routers_hear_is_true(self) -> None:
+        """As the stages of engines and the phases of requests say."""
+        machine = self.cluster.machine
+        found = machine_load(machine, self.cluster.now)
+        stages = [
+            (name, engine.stage)
+            for instance in machine.instances.values()
+            for name, engine in instance.engines.items()
+        ]
+        loaded = {name for name, stage in stages if stage is EngineStage.LOADED}
+        assert found.resident == loaded
+        assert found.coming >= {n for n, at in stages if at is EngineStage.LOADING} - loaded
+        assert found.waiting + found.running == len(machine.requests)
 
     @invariant()
     def every_wait_has_a_reason(self) -> None:
