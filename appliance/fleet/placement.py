@@ -18,8 +18,13 @@ from appliance.vocabulary import ModelName, Word
 
 FULL_SHARE: Final = 0.05
 """Where less of the memory is left, pressures do not grow further: demands decide."""
-GAIN: Final = 0.2
-"""A step is worth it if the highest pressure of the boxes that it touches falls by this share."""
+FREE_SHARE: Final = 0.2
+"""A box with less of its memory left gives up models that others hold, too."""
+GAIN: Final = 0.3
+"""A box is relieved if a model of it meets a pressure elsewhere that is lower by this share,"""
+LESS_GAIN: Final = 0.15
+"""and then until none meets one that is lower by this share: so a fleet that was planned stays as
+it is while demands change a little."""
 QUIET_SHARE: Final = 0.25
 """A box that computes less than this share of its time is not relieved: nothing would be gained."""
 
@@ -83,17 +88,19 @@ class _Load(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A step that may be worth it, and the highest pressure of the boxes it touches, then."""
+    """A step that may be worth it, and the highest pressure of the boxes it touches, then; `met`
+    is that of those that get more to do."""
 
     worst: float
+    met: float
     moved_bytes: int
     model: ModelName
     target: str
     kind: Kind
 
     @property
-    def order(self) -> tuple[float, int, ModelName, str]:
-        return self.worst, self.moved_bytes, self.model, self.target
+    def order(self) -> tuple[float, float, int, ModelName, str]:
+        return self.worst, self.met, self.moved_bytes, self.model, self.target
 
 
 def plan(
@@ -106,12 +113,14 @@ def plan(
 ) -> list[Step]:
     """Steps from `homes` (who holds what now), the most useful first, `most` of them at most.
 
-    Models that no box holds come first, the largest demand before others. Then, while the box with
-    the highest pressure can be relieved by `GAIN`, a model of it moves; if no move is worth it,
-    one is copied; if no copy is, a box gives up a model that others hold. With `must_fit`, a box
-    takes no model that its memory has no room for. Each step takes O(models of a box x boxes)."""
+    Models that no box holds come first, the largest demand before others. Then boxes that are
+    short of memory give up what others hold, the least demand first. Then, while a box can be
+    relieved (`GAIN`), the one with the highest pressure first, a model of it moves; if no move is
+    worth it, one is copied; if no copy is, the box gives up a model that others hold. With
+    `must_fit`, a box takes no model that its memory has no room for. Each step takes
+    O(models of a box x boxes)."""
     draft = _Draft(boxes, models, homes, must_fit)
-    steps = draft.firsts()
+    steps = [*draft.firsts(), *draft.spared()]
     while most is None or len(steps) < most:
         step = draft.relief()
         if step is None:
@@ -157,6 +166,8 @@ class _Draft:
         self._models = {model.name: model for model in models}
         self._homes = {m: homes.get(m, frozenset()) & self.boxes.keys() for m in self._models}
         self._must_fit = must_fit
+        self._relieved: set[str] = set()
+        """Boxes that gave up something for others' sake."""
         self._loads = dict.fromkeys(self.boxes, _Load(0.0, 0))
         self._held: dict[str, set[ModelName]] = {name: set() for name in self.boxes}
         for model in models:
@@ -197,27 +208,59 @@ class _Draft:
             )
         return steps
 
+    def spared(self) -> list[Step]:
+        """Boxes short of memory give up copies whose demand the other holders have time for."""
+        steps = []
+        for name, box in sorted(self.boxes.items()):
+            held = [self._models[model] for model in self._held[name]]
+            for model in sorted(held, key=lambda one: (one.demand, one.name)):
+                used = self._loads[name].weight_bytes
+                if used <= (1 - FREE_SHARE) * box.memory_bytes:
+                    break
+                rest = self._homes[model.name] - {name}
+                devices = sum([self.boxes[other].devices for other in rest])
+                if not rest or model.demand > FREE_SHARE * devices:
+                    continue
+                self._place(model, rest)
+                left = max(0.0, 1 - used / max(1, box.memory_bytes))
+                more = f" and {len(rest) - 1} more" * (len(rest) > 1)
+                steps.append(
+                    Step(
+                        kind=Kind.DROP,
+                        model=model.name,
+                        source=name,
+                        reason=f"{name} has {left:.0%} of its memory left, and {min(rest)}{more} "
+                        "holds it, too",
+                    )
+                )
+        return steps
+
     def relief(self) -> Step | None:
         """The best step for the box with the highest pressure, or for the next one that can be
         relieved, of those above the mean."""
         found = {name: self.pressure(name) for name in self.boxes}
-        mean = math.fsum(found.values()) / max(1, len(found))
+        mean = math.fsum(sorted(found.values())) / max(1, len(found))
         for name in sorted(found, key=lambda name: (-found[name], name)):
             busy = self._loads[name].demand / self.boxes[name].devices
             if found[name] <= mean or busy <= QUIET_SHARE:
                 continue
+            gain = LESS_GAIN if name in self._relieved else GAIN
             for kind in (Kind.MOVE, Kind.COPY, Kind.DROP):
-                best = self._best(name, kind)
-                if best is not None and best.worst < (1 - GAIN) * found[name]:
+                best = self._best(name, kind, (1 - gain) * found[name], found[name])
+                if best is not None:
+                    self._relieved.add(name)
                     return self._taken(name, found[name], busy, best)
         return None
 
-    def _best(self, name: str, kind: Kind) -> _Candidate | None:
+    def _best(self, name: str, kind: Kind, most: float, now: float) -> _Candidate | None:
+        """The one that leaves the least pressure, of those that leave less than now and where no
+        other box has more than `most` then."""
         candidates = [
             candidate
             for model in self._held[name]
             if self._models[model].demand > 0
             for candidate in self._candidates(name, self._models[model], kind)
+            if candidate.met <= most and candidate.worst < now
         ]
         return min(candidates, key=lambda one: one.order, default=None)
 
@@ -227,24 +270,19 @@ class _Draft:
         if kind is Kind.DROP:
             if len(homes) < 2:
                 return []
-            worst = self._worst(model, homes, homes - {name})
-            return [_Candidate(worst, 0, model.name, "", kind)]
+            met = self._worst(model, homes, homes - {name})
+            left = self.pressure(name, load.plus(-share, -model.weight_bytes))
+            return [_Candidate(max(left, met), met, 0, model.name, "", kind)]
         size = model.weight_bytes
-        if kind is Kind.MOVE:
-            left = self.pressure(name, load.plus(-share, -size))
-            return [
-                _Candidate(
-                    max(left, self.pressure(other, self._loads[other].plus(share, size))),
-                    size, model.name, other, kind,
-                )
-                for other in self._able(model)
-            ]  # fmt: skip
-        return [
-            _Candidate(
-                self._worst(model, homes, homes | {other}), size, model.name, other, kind
-            )
-            for other in self._able(model)
-        ]  # fmt: skip
+        found = []
+        for other in self._able(model):
+            if kind is Kind.MOVE:
+                left = self.pressure(name, load.plus(-share, -size))
+                met = self.pressure(other, self._loads[other].plus(share, size))
+            else:  # the box itself has to be relieved as much
+                left = met = self._worst(model, homes, homes | {other})
+            found.append(_Candidate(max(left, met), met, size, model.name, other, kind))
+        return found
 
     def _able(self, model: ModelNeed) -> list[str]:
         """Boxes that do not hold the model, and may."""
