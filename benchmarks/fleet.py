@@ -1,12 +1,13 @@
 """What a router in front of several boxes is worth: a simulation, by the lab's fleet.
 
-    python -m benchmarks.fleet small|large|costs --json FILE
+    python -m benchmarks.fleet small|large|costs|placed --json FILE
 
 `small` plays 1, 4 and 16 boxes: every router at the same load; with 4, the load at which it still
 keeps 90 % of token deadlines; with 16, how old the router's knowledge may be. `large` plays 64
 boxes with a thousand models, ten minutes with the CPU time that they take; the capacity of 16; and
 random routing of 64 at the same load.
-`costs` is the work of the router itself, on this machine. Each adds to the file what it found.
+`costs` is the work of the router itself, on this machine. `placed` compares catalogues of 4 boxes:
+all models everywhere, each on one box in turn, or on one as `appliance fleet plan` has it. Each adds to the file what it found.
 Nothing here ran on a GPU.
 """
 
@@ -35,6 +36,21 @@ GRID: Final = tuple(0.5 * 1.2**step for step in range(-6, 16))
 """Loads that are tried for the capacity."""
 KEPT: Final = 0.9
 POLLS: Final = (0.1, 1.0, 5.0)
+PLACED_LOADS: Final = (2.4, 3.5)
+CATALOGUES: Final = {
+    "everywhere": {"fleet.copies": "4"},
+    "in turn": {"fleet.copies": "1"},
+    "planned": {"fleet.copies": "1", "fleet.placement": "demand"},
+}
+UNEVEN: Final = {
+    "models.0.count": "2",
+    "models.0.rate": "0.32",
+    "models.1.count": "61",
+    "duration": "10m",
+    "warmup": "4m",
+}
+"""As many requests as in the scenario, but two models have what four had: in turn they are on two
+of the boxes. Ten minutes, as each model has to be read from disk once."""
 METRICS: Final = (
     "requests",
     "token_attainment",
@@ -102,7 +118,7 @@ class Results:
         self._left = left
         self.all: dict[str, Any] = {"what": "simulation of the lab; no GPU was used"}
         self.all |= {"scenario": SCENARIO.name, "policy": POLICY, "kept": KEPT}
-        self.all |= {"runs": [], "capacity": {}, "costs": []}
+        self.all |= {"runs": [], "capacity": {}, "costs": [], "placed": []}
         if path.is_file():
             self.all = json.loads(path.read_text(encoding="utf-8"))
         self.all |= made()
@@ -163,6 +179,24 @@ def large(results: Results) -> None:
         results.search(16, router)
 
 
+def placed(results: Results) -> None:
+    for load in PLACED_LOADS:
+        for name, changes in CATALOGUES.items():
+            asked = {**UNEVEN, **changes, "arrivals.rate_scale": str(load), "fleet.boxes": "4"}
+            began = time.process_time()
+            match = Match(
+                path=str(SCENARIO), policy=POLICY, seed=1, router="residency", changes=asked
+            )
+            found = played(match)
+            assert found.fleet is not None
+            cell: Cell = {"catalogues": name, "load": load}
+            cell |= {"cpu_seconds": round(time.process_time() - began, 1)}
+            cell |= {metric: found.metrics[metric] for metric in METRICS}
+            cell |= {one: getattr(found.fleet, one) for one in found.fleet.__struct_fields__}
+            print(cell, flush=True)
+            results.add("placed", cell)
+
+
 def costs(results: Results) -> None:
     """What a router itself has to do, by the number of boxes: a choice, and taking in polls."""
     models = [f"m{n:03}" for n in range(1000)]
@@ -203,7 +237,7 @@ def _load_of(number: int, boxes: int, models: Sequence[str]) -> BoxLoad:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parts = {"small": small, "large": large, "costs": costs}
+    parts = {"small": small, "large": large, "costs": costs, "placed": placed}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--json", type=Path, required=True, help="the file of results")
     parser.add_argument("--runs", type=int, help="make no more new runs than so many")

@@ -80,7 +80,7 @@ def plan(
     except FleetError as error:
         fail(str(error))
     for number, step in enumerate(made.steps, 1):
-        click.echo(f"{number}. {told(step)}")
+        click.echo(f"{number}. {line_of(step)}")
     if not made.steps:
         click.echo("nothing to do: no step is worth it")
     elif len(made.steps) == most:
@@ -109,7 +109,7 @@ def apply_command(file: Path, wait: float) -> None:
     click.echo(f"{taken} of {len(found.steps)} steps changed something")
 
 
-def told(step: Step) -> str:
+def line_of(step: Step) -> str:
     """A line for people."""
     where = {
         (True, True): f"{step.source} -> {step.target}",
