@@ -7,7 +7,8 @@ keeps 90 % of token deadlines; with 16, how old the router's knowledge may be. `
 boxes with a thousand models, ten minutes with the CPU time that they take; the capacity of 16; and
 random routing of 64 at the same load.
 `costs` is the work of the router itself, on this machine. `placed` compares catalogues of 4 boxes:
-all models everywhere, each on one box in turn, or on one as `appliance fleet plan` has it. Each adds to the file what it found.
+all models everywhere, each on one box in turn, or on one as `appliance fleet plan` has it. Each
+adds to the file what it found.
 Nothing here ran on a GPU.
 """
 

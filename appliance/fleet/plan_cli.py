@@ -47,7 +47,8 @@ T = TypeVar("T")
     help="Write what was seen of the boxes to this file, too.",
 )  # fmt: skip
 @click.option(
-    "--hold", type=click.Choice([one.value for one in Hold]), default=Hold.CATALOGUE.value, show_default=True,
+    "--hold", type=click.Choice([one.value for one in Hold]), default=Hold.CATALOGUE.value,
+    show_default=True,
     help="What is planned: which boxes serve a model, or which keep it in their host cache.",
 )  # fmt: skip
 @click.option(

@@ -99,7 +99,8 @@ def test_models_are_asked_for_where_they_are(path: Path) -> None:
 
 def test_a_planned_fleet_spreads_what_is_asked_for(path: Path) -> None:
     """One model has most of the requests, and its box gives others away; each stays on one box."""
-    skewed = {"models__0__count": "1", "models__0__rate": "0.5", "fleet__copies": "1"}
+    skewed = {"models__0__count": "1", "models__0__rate": "4.0", "hardware__count": "1"}
+    skewed["fleet__copies"] = "1"
     placed = match(path, "residency", **skewed, fleet__placement="demand")
     in_turn = match(path, "residency", **skewed)
     assert placed.fleet is not None
@@ -114,11 +115,18 @@ def test_a_planned_fleet_spreads_what_is_asked_for(path: Path) -> None:
 
 def test_a_trace_has_no_day_before_it(path: Path, tmp_path: Path) -> None:
     """So there is nothing to plan by; the error names the key."""
-    trace = tmp_path / "trace.csv"
-    trace.write_text("arrival_s,model,prompt_tokens,output_tokens\n9,m000,9,9\n", encoding="utf-8")
-    changes = {"arrivals__trace": str(trace), "fleet__placement": "demand"}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    traced = [
+        'trace = "trace.csv"' if line.startswith("lengths") else line
+        for line in lines
+        if not line.startswith("rate")
+    ]
+    path = tmp_path / "traced.toml"
+    path.write_text("\n".join(traced), encoding="utf-8")
+    trace = "arrival_s,model,prompt_tokens,output_tokens\n9,m000,9,9\n"
+    (tmp_path / "trace.csv").write_text(trace, encoding="utf-8")
     with pytest.raises(LabError, match=r"fleet\.placement: a trace has no day before"):
-        match(path, "residency", **changes)
+        match(path, "residency", fleet__placement="demand")
 
 
 def test_a_request_that_no_box_takes_is_an_error(path: Path) -> None:
