@@ -1,12 +1,14 @@
 """What a router in front of several boxes is worth: a simulation, by the lab's fleet.
 
-    python -m benchmarks.fleet small|large|costs --json FILE
+    python -m benchmarks.fleet small|large|costs|placed --json FILE
 
 `small` plays 1, 4 and 16 boxes: every router at the same load; with 4, the load at which it still
 keeps 90 % of token deadlines; with 16, how old the router's knowledge may be. `large` plays 64
 boxes with a thousand models, ten minutes with the CPU time that they take; the capacity of 16; and
 random routing of 64 at the same load.
-`costs` is the work of the router itself, on this machine. Each adds to the file what it found.
+`costs` is the work of the router itself, on this machine. `placed` compares catalogues of 4 boxes:
+all models everywhere, each on one box in turn, or on one as `appliance fleet plan` has it. Each
+adds to the file what it found.
 Nothing here ran on a GPU.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,10 +33,25 @@ MODELS: Final = {1: (1, 15), 4: (4, 59), 16: (16, 234), 64: (62, 938)}
 """By boxes: models that are asked for often, and the others."""
 LOAD: Final = 1.5
 """Times the scenario's rate, at which all are compared."""
-GRID: Final = tuple(0.5 * 1.2**step for step in range(16))
+GRID: Final = tuple(0.5 * 1.2**step for step in range(-6, 16))
 """Loads that are tried for the capacity."""
 KEPT: Final = 0.9
 POLLS: Final = (0.1, 1.0, 5.0)
+PLACED_LOADS: Final = (2.4, 3.5)
+CATALOGUES: Final = {
+    "everywhere": {"fleet.copies": "4"},
+    "in turn": {"fleet.copies": "1"},
+    "planned": {"fleet.copies": "1", "fleet.placement": "demand"},
+}
+UNEVEN: Final = {
+    "models.0.count": "2",
+    "models.0.rate": "0.32",
+    "models.1.count": "61",
+    "duration": "10m",
+    "warmup": "4m",
+}
+"""As many requests as in the scenario, but two models have what four had: in turn they are on two
+of the boxes. Ten minutes, as each model has to be read from disk once."""
 METRICS: Final = (
     "requests",
     "token_attainment",
@@ -93,12 +110,6 @@ def capacity(grid: Sequence[float], kept: Callable[[float], float]) -> float:
     return grid[low] + (grid[high] - grid[low]) * (above - KEPT) / (above - below)
 
 
-def around(load: float) -> Sequence[float]:
-    """The loads of the grid next to a capacity that fewer boxes have."""
-    below = max(n for n, one in enumerate(GRID) if one <= max(load, GRID[0]))
-    return GRID[max(0, below - 1) : below + 3]
-
-
 class Results:
     """The file, written after every run; a run that is in it is not made again. After so many
     new runs as `left` the program ends."""
@@ -108,7 +119,7 @@ class Results:
         self._left = left
         self.all: dict[str, Any] = {"what": "simulation of the lab; no GPU was used"}
         self.all |= {"scenario": SCENARIO.name, "policy": POLICY, "kept": KEPT}
-        self.all |= {"runs": [], "capacity": {}, "costs": []}
+        self.all |= {"runs": [], "capacity": {}, "costs": [], "placed": []}
         if path.is_file():
             self.all = json.loads(path.read_text(encoding="utf-8"))
         self.all |= made()
@@ -134,19 +145,17 @@ class Results:
         self.all[part].append(cell)
         write(self.all, self._path)
 
-    def search(self, boxes: int, router: str, grid: Sequence[float]) -> None:
-        """Find the capacity of boxes behind a router."""
+    def search(self, boxes: int, router: str) -> None:
+        """Find the capacity of boxes behind a router, unless it is known."""
+        if router in self.all["capacity"].get(str(boxes), {}):
+            return
 
         def kept(load: float) -> float:
             return float(self.run(boxes, router, load)["token_attainment"])
 
-        found = capacity(grid, kept)
+        found = capacity(GRID, kept)
         self.all["capacity"].setdefault(str(boxes), {})[router] = round(found, 3)
         write(self.all, self._path)
-
-    def capacities(self, boxes: int) -> Mapping[str, float]:
-        found: Mapping[str, float] = self.all["capacity"].get(str(boxes), {})
-        return found
 
 
 def small(results: Results) -> None:
@@ -154,7 +163,7 @@ def small(results: Results) -> None:
         for router in ROUTERS:
             results.run(boxes, router, LOAD)
     for router in ROUTERS:
-        results.search(4, router, GRID)
+        results.search(4, router)
     for router in ROUTERS:
         results.run(16, router, LOAD)
     for poll in POLLS:
@@ -164,9 +173,29 @@ def small(results: Results) -> None:
 def large(results: Results) -> None:
     results.run(64, "residency", LOAD, minutes=10)
     for router in ("random", "residency"):
-        results.search(16, router, around(results.capacities(4)[router]))
+        results.search(16, router)
     for router in ("random", "residency"):
         results.run(64, router, LOAD)
+    for router in ("least_busy", "residency_prefix"):
+        results.search(16, router)
+
+
+def placed(results: Results) -> None:
+    for load in PLACED_LOADS:
+        for name, changes in CATALOGUES.items():
+            asked = {**UNEVEN, **changes, "arrivals.rate_scale": str(load), "fleet.boxes": "4"}
+            began = time.process_time()
+            match = Match(
+                path=str(SCENARIO), policy=POLICY, seed=1, router="residency", changes=asked
+            )
+            found = played(match)
+            assert found.fleet is not None
+            cell: Cell = {"catalogues": name, "load": load}
+            cell |= {"cpu_seconds": round(time.process_time() - began, 1)}
+            cell |= {metric: found.metrics[metric] for metric in METRICS}
+            cell |= {one: getattr(found.fleet, one) for one in found.fleet.__struct_fields__}
+            print(cell, flush=True)
+            results.add("placed", cell)
 
 
 def costs(results: Results) -> None:
@@ -209,7 +238,7 @@ def _load_of(number: int, boxes: int, models: Sequence[str]) -> BoxLoad:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parts = {"small": small, "large": large, "costs": costs}
+    parts = {"small": small, "large": large, "costs": costs, "placed": placed}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--json", type=Path, required=True, help="the file of results")
     parser.add_argument("--runs", type=int, help="make no more new runs than so many")

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from appliance.daemon.status import (
-    QUEUED_STAGES,
     InstanceActivities,
     KvActivities,
     ModelActivities,
@@ -17,6 +16,7 @@ from appliance.daemon.status import (
 from appliance.observability.metrics import Metrics
 from appliance.platform.gpu_monitor import GpuWatch
 from appliance.scheduling.machine import Machine
+from appliance.scheduling.reports.box_load import QUEUED_STAGES
 from appliance.service.interface import Load
 from appliance.vocabulary import InstanceId, ModelName
 from appliance.worker.process import WorkerProcess
@@ -69,7 +69,7 @@ class Gauges:
 
     def load(self, *, draining: bool) -> Load:
         """What a router asks each second; the metrics without labels are of it."""
-        return self._models.load(self._instances.free_bytes(), draining=draining)
+        return self._models.load(draining=draining)
 
     def _refresh_box(self, pools: Counter[str]) -> None:
         kv = sum(size for owner, size in pools.items() if owner.startswith("kv:"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -20,6 +20,7 @@ from appliance.platform.gpus import read_gpu_numbers
 from appliance.scheduling.cluster import parked_seconds
 from appliance.scheduling.lifecycle import EngineStage, Stage
 from appliance.scheduling.machine import Machine
+from appliance.scheduling.reports.box_load import machine_load
 from appliance.scheduling.state import InstanceState
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.service.interface import (
@@ -43,9 +44,6 @@ from appliance.worker.process import WorkerProcess
 PHASES: Final[Mapping[Stage, str]] = {Stage.READY: "preempted"}
 """The phase of a request, where that is not the name of its stage: "ready" says too little of one
 that waits for its next turn."""
-
-QUEUED_STAGES: Final = frozenset({Stage.UNPLACED, Stage.QUEUED})
-"""Those of a request of which nothing was computed yet."""
 
 
 class InstanceActivities:
@@ -79,11 +77,6 @@ class InstanceActivities:
 
     def all(self) -> tuple[InstanceActivity, ...]:
         return tuple(self._activity_of(instance) for instance in self._machine.instances.values())
-
-    def free_bytes(self) -> int:
-        """Of all pools."""
-        free = sum(report.slabs.get("free", 0) for report in self._pools.values())
-        return free * self._machine.host.slab_bytes
 
     def _activity_of(self, instance: InstanceState) -> InstanceActivity:
         worker = self._workers[instance.id]
@@ -189,43 +182,34 @@ class ModelActivities:
             for name in self._catalogue.served
         )
 
-    def load(self, pool_free_bytes: int, *, draining: bool) -> Load:
-        """What a router asks each second. It costs O(models x instances + live requests)."""
-        now, machine = self._clock(), self._machine
-        live = machine.requests.values()
-        running = sum([phase_of(request.stage) in COMPUTED_PHASES for request in live])
-        waits = [now - request.arrived for request in live if request.stage in QUEUED_STAGES]
-        stages = {name: set(self._residency(name).values()) for name in self._catalogue.served}
-        loaded = [name for name in stages if EngineStage.LOADED.value in stages[name]]
-        wanted = machine.dispatcher.prefetcher.preloads
-        coming = [
-            name
-            for name in stages
-            if name not in loaded and (EngineStage.LOADING.value in stages[name] or name in wanted)
-        ]
+    def load(self, *, draining: bool) -> Load:
+        """What a router asks each second. It costs O(models + images + live requests)."""
+        now = self._clock()
+        found = machine_load(self._machine, now)
         recent = [window.recent(now) for window in self._windows.values()]
         tokens, late = (sum(counts) for counts in zip(*recent, strict=True)) if recent else (0, 0)
-        catalogue, resident = self._named(self._catalogue.names()), self._named(loaded)
+        catalogue, resident = self._named(self._catalogue.served), self._named(found.resident)
         return Load(
             catalogue=catalogue,
             resident=resident,
-            coming=self._named(coming),
-            host=self._named(name for name in stages if name in machine.host.weights),
-            waiting=len(live) - running,
-            running=running,
-            queue_age_seconds=max(waits, default=0.0),
-            pool_free_bytes=pool_free_bytes,
+            coming=self._named(found.coming),
+            host=self._named(found.host),
+            waiting=found.waiting,
+            running=found.running,
+            queue_age_seconds=found.queue_age_seconds,
+            pool_free_bytes=found.pool_free_bytes,
             attainment=1 - late / tokens if tokens else None,
             draining=draining,
             version=Load.version_of(catalogue, resident),
         )
 
-    def _named(self, models: Iterable[ModelName]) -> tuple[str, ...]:
-        """All names by which requests may ask for these."""
+    def _named(self, models: Collection[ModelName]) -> tuple[str, ...]:
+        """All names by which requests may ask for those of these that are served."""
         served = self._catalogue.served
         return tuple(
             each
-            for name in models
+            for name in self._catalogue.names()
+            if name in models
             for each in (name, *served[name].aliases, *served[name].adapters)
         )
 

@@ -15,6 +15,7 @@ import httpx
 from appliance.client import fail, own_key
 from appliance.errors import FleetError
 from appliance.fleet.endpoints import Box, Endpoints, Polled, read_boxes
+from appliance.fleet.plan_cli import apply_command, plan
 from appliance.platform.durable import replace, sync_replaced
 
 POLL_SECONDS: Final = 2.0
@@ -26,7 +27,11 @@ _MOST_AT_ONCE: Final = 64
 
 @click.group()
 def fleet() -> None:
-    """Put several boxes behind one address."""
+    """Put several boxes behind one address, and plan which of them hold which models."""
+
+
+fleet.add_command(plan)
+fleet.add_command(apply_command)
 
 
 @fleet.command()

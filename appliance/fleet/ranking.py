@@ -38,15 +38,15 @@ class BoxLoad(Word, frozen=True, kw_only=True):
     resident: frozenset[ModelName] = frozenset()
     """Models whose weights are on a device."""
     coming: frozenset[ModelName] = frozenset()
-    """Models that are loaded now, or that requests wait for."""
+    """Models that are loaded now, that an operator wants there, or that requests wait for."""
     host: frozenset[ModelName] = frozenset()
     """Models with a whole image in the host cache."""
     waiting: int = 0
-    """Requests without a token."""
+    """Requests that are not computed now."""
     running: int = 0
-    """Requests with some."""
+    """Those that are."""
     queue_age_seconds: float = 0.0
-    """How long the oldest request that waits has waited."""
+    """How long the oldest request has waited of which nothing was computed yet."""
     pool_free_bytes: int = 0
     attainment: float | None = None
     """Share of late requests that met their SLO targets; None if there were none."""

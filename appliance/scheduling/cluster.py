@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -56,9 +56,11 @@ class Cluster:
         self._models = models
         self._demands = demands
         self._slab_bytes = slab_bytes
-        self._unasked: dict[ModelName, tuple[ModelSpec, KvShape | None, ModelView]] = {}
-        """Views of models that nothing was ever asked of, and what they were made of: most of a
-        large catalogue."""
+        self._model_views: dict[ModelName, ModelView] = {}
+        """The last view of each model, in the order of the catalogue. Most models of a large one
+        were never asked for, so that their views stay true."""
+        self._changed: set[ModelName] = set(models)
+        """Models whose last view is not true any more, whatever is asked of them."""
 
     def candidates(self, request: RequestSpec, wanted: Role) -> list[InstanceState]:
         """Live instances that are meant for the request in this role. An SLO goes before a plan:
@@ -118,11 +120,31 @@ class Cluster:
         return [self.view(instance) for instance in instances]
 
     def cluster_view(self, now: float) -> ClusterView:
-        """O(instances + models)."""
+        """O(instances + models), of which views are made of those that were ever asked for, and of
+        those that changed."""
+        views = self._model_views
+        stale: Collection[ModelName] = self._demands.asked.keys()
+        if self._changed:  # among all, as new views go to the end
+            stale = [name for name in self._models if name in self._changed or name in stale]
+            self._changed.clear()
+        for name in stale:
+            views[name] = self._model_view(self._models[name], now)
         return ClusterView(
-            instances=tuple(self.views(self.instances.values())),
-            models=tuple(self._model_view(model, now) for model in self._models.values()),
+            instances=tuple(self.views(self.instances.values())), models=tuple(views.values())
         )
+
+    def model_changed(self, model: ModelName) -> None:
+        """It came, its terms changed, or the geometry of its KV cache is known."""
+        self._changed.add(model)
+
+    def model_gone(self, model: ModelName) -> None:
+        """It is of the catalogue no more."""
+        self._changed.discard(model)
+        self._model_views.pop(model, None)
+
+    def engines_gone(self) -> None:
+        """An instance lost its engines, and with them what was known of their KV caches."""
+        self._changed.update(self._models)
 
     def request_view(self, request: RequestState) -> RequestView:
         key = request.spec.key
@@ -248,22 +270,6 @@ class Cluster:
 
     def _model_view(self, model: ModelSpec, now: float) -> ModelView:
         demand, shape = self._demands.of[model.name], self.kv_shape(model.name)
-        if demand.updated > -math.inf:
-            return self._made_model_view(model, shape, now)
-        known = self._unasked.get(model.name)
-        if known is None or known[0] is not model or known[1] is not shape:
-            known = (model, shape, self._made_model_view(model, shape, now))
-            self._unasked[model.name] = known
-        return known[2]
-
-    def forget(self, model: ModelName) -> None:
-        """The model is gone; nothing of it is here or on any instance."""
-        self._unasked.pop(model, None)
-        for instance in self.instances.values():
-            instance.forget(model)
-
-    def _made_model_view(self, model: ModelSpec, shape: KvShape | None, now: float) -> ModelView:
-        demand = self._demands.of[model.name]
         left = demand.decay(now)
         return ModelView(
             name=model.name,

@@ -43,6 +43,8 @@ class Demands:
     def __init__(self, models: Iterable[ModelName]) -> None:
         self._of_key: dict[str, int] = {}
         self.of = {model: Demand() for model in models}
+        self.asked: dict[ModelName, None] = {}
+        """Models that requests ever came for."""
         self._output_tokens = 0.0
         """Smoothed mean over all models; 0 before any output ended."""
 
@@ -53,6 +55,7 @@ class Demands:
     def forget(self, model: ModelName) -> None:
         """The model is gone, and so are its requests."""
         del self.of[model]
+        self.asked.pop(model, None)
 
     def arrived(self, request: RequestSpec, now: float) -> None:
         demand = self.of[request.model]
@@ -67,6 +70,7 @@ class Demands:
             demand.batch_arrivals_per_second += 1 / WINDOW_SECONDS
             demand.batch_tokens_per_second += tokens / WINDOW_SECONDS
         demand.updated = now
+        self.asked[request.model] = None
         demand.requests += 1
 
     def of_key(self, key: str) -> int:

@@ -88,6 +88,7 @@ class ModelLifecycle:
         engine = instance.engines[event.model]
         engine.weight_slabs, engine.kv = event.weight_slabs, event.kv
         engine.host_slabs = event.host_slabs
+        self._cluster.model_changed(event.model)
         reason = self._failed.get(event.model) or self._why_never(
             event.model, instance, event.kv, event.layout
         )
@@ -201,6 +202,7 @@ class ModelLifecycle:
             pinned=event.pinned,
             draining=event.draining,
         )
+        self._cluster.model_changed(event.model)
         self._weight_cache.pin(event.model, event.pinned)
         return False
 
@@ -243,6 +245,7 @@ class ModelLifecycle:
         """A model more is served. The places are to be planned again."""
         spec = event.model
         self._models[spec.name] = spec
+        self._cluster.model_changed(spec.name)
         self._demands.add(spec.name)
         self._costs.add(spec)
         self._dispatcher.preemptions[spec.name] = 0
@@ -302,4 +305,6 @@ class ModelLifecycle:
         self._weight_cache.pin(model, False)
         self._demands.forget(model)
         self._costs.forget(model)
-        self._cluster.forget(model)
+        self._cluster.model_gone(model)
+        for instance in self._cluster.instances.values():
+            instance.forget(model)

@@ -59,6 +59,7 @@ class Recovery:
         """A worker is ready; its device is empty."""
         instance = self._cluster.instances[event.instance]
         instance.restart(self._models_on(instance), event.slabs)
+        self._cluster.engines_gone()
         instance.up = True
         instance.ending = instance.quarantine is not None  # it greeted while it was being ended
         self._router.plan()
@@ -104,6 +105,7 @@ class Recovery:
         for request in orphaned:
             self._orphan(request, instance)
         instance.restart(self._models_on(instance), 0)
+        self._cluster.engines_gone()
         self._router.plan()
         self._router.place_all(orphaned)
         return True

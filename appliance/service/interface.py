@@ -540,15 +540,17 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     resident: tuple[str, ...]
     """Those whose weights are on a device of an instance that is up."""
     coming: tuple[str, ...]
-    """Those that are on their way there, or that an operator wants there."""
+    """Those that are on their way there, that an operator wants there, or that requests which
+    wait to begin are for."""
     host: tuple[str, ...]
-    """Those with weights in the host cache."""
+    """Those whose weights are whole in the host cache."""
     waiting: int
     running: int
     queue_age_seconds: float
-    """How long the oldest request that waits has waited; 0 if none waits."""
+    """How long the oldest request that waits to begin has waited; 0 if none waits."""
     pool_free_bytes: int
-    """Of all pools together, as workers reported them last."""
+    """Of the pools of instances that are up, what neither weights nor KV hold by the daemon's
+    books."""
     attainment: float | None
     """The share of the last minute's tokens that came in time; None if there were none."""
     draining: bool

@@ -15,12 +15,15 @@ from pathlib import Path
 import msgspec
 
 from appliance.errors import ApplianceError, LabError
+from appliance.fleet.placement import Step
 from appliance.fleet.ranking import ROUTERS
 from appliance.lab.experiments import scenario
 from appliance.lab.experiments.metrics import Curves, curves, fragmentation_by_shape, measure
 from appliance.lab.experiments.run import SAME_MECHANISM, Contender, System, Trial, play
 from appliance.lab.experiments.scenario import Scenario
+from appliance.lab.fleet.placed import history, planned
 from appliance.lab.fleet.play import play_fleet
+from appliance.lab.fleet.table import FleetPlacement
 from appliance.lab.sim.extrapolation import Beyond
 from appliance.vocabulary import Word
 
@@ -72,6 +75,10 @@ class FleetFigures(Word, frozen=True, kw_only=True):
     busiest_box_ratio: float
     worst_box_attainment: float
     """Of both targets, on the box where it is the least."""
+    placement_steps: int = 0
+    """Of the plan that the boxes' catalogues are from, if they are from one,"""
+    placement_bytes: int = 0
+    """and what boxes had to read for it."""
 
 
 def played(match: Match) -> MatchResult:
@@ -93,6 +100,10 @@ def _played_fleet(match: Match, chosen: Scenario, contender: Contender) -> Match
         raise LabError("the scenario has no fleet for a router")
     setting = chosen.setting(match.seed, Path(match.path).parent)
     fleet = chosen.fleet.setting(match.seed)
+    steps: Sequence[Step] = ()
+    if chosen.fleet.placement is FleetPlacement.DEMAND:
+        before = history(chosen, match.seed, Path(match.path).parent)
+        fleet, steps = planned(fleet, setting, before)
     trial = play_fleet(setting, contender, fleet, ROUTERS[match.router])
     name, warmup_seconds = f"{match.policy}, {match.router}", chosen.warmup_seconds
     found = outcome(name, match.seed, trial.together, warmup_seconds, with_curves=False)
@@ -106,6 +117,8 @@ def _played_fleet(match: Match, chosen: Scenario, contender: Contender) -> Match
         same_box_share=round(trial.same_box_share, 6),
         busiest_box_ratio=round(trial.busiest_box_ratio, 6),
         worst_box_attainment=round(min(known, default=math.nan), 6),
+        placement_steps=len(steps),
+        placement_bytes=sum([step.moved_bytes for step in steps]),
     )
     return msgspec.structs.replace(found, system=contender.system, fleet=figures)
 

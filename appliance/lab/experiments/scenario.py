@@ -20,11 +20,10 @@ from msgspec import Meta
 
 from appliance.config.toml_lines import KeyPath, LineMap, dotted
 from appliance.errors import CeilingsError, LabError
-from appliance.fleet.ranking import ROUTERS
 from appliance.lab.daemon_config import is_daemon_config, scenario_of
 from appliance.lab.data_sheet import ModelSizes, estimated, known_sizes
 from appliance.lab.experiments.run import Contender, Setting, System
-from appliance.lab.fleet.play import FleetSetting
+from appliance.lab.fleet.table import FleetTable
 from appliance.lab.hardware import Box, GpuSpec, ModelProfile, gpu, profile, profiled
 from appliance.lab.noise import EXACT, Deviation
 from appliance.lab.sim.simulator import Start
@@ -288,36 +287,6 @@ class Deviates(ScenarioTable, frozen=True, kw_only=True):
     """Coefficient of variation of each prompt's and each turn's time."""
     learned: bool = False
     """Policies know no profile at first: they learn what things take, as in a daemon."""
-
-
-class FleetTable(ScenarioTable, frozen=True, kw_only=True):
-    """``[fleet]``: so many boxes, each with all of ``[hardware]``, behind a router."""
-
-    boxes: Count
-    routers: Annotated[tuple[str, ...], Meta(min_length=1)] = tuple(ROUTERS)
-    """To compare; all that there are if it is not given."""
-    poll: Seconds = Seconds(1.0)
-    """So often the router asks each box for its load; what it knows is as old as that."""
-    copies: Count | None = None
-    """Boxes that have each model in their catalogue; all if it is not given."""
-    sessions: Count = 8
-    """Of each model: its requests belong to one of them, each as likely as any other."""
-
-    def setting(self, seed: int) -> FleetSetting:
-        """Raises `LabError` for a router that does not exist, or more copies than boxes."""
-        for name in self.routers:
-            if name not in ROUTERS:
-                raise LabError(f"fleet.routers: no {name}; there are: {', '.join(ROUTERS)}")
-        copies = self.boxes if self.copies is None else self.copies
-        if copies > self.boxes:
-            raise LabError(f"fleet.copies: {copies} copies on {self.boxes} boxes")
-        return FleetSetting(
-            boxes=self.boxes,
-            poll_seconds=float(self.poll),
-            copies=copies,
-            sessions=self.sessions,
-            seed=seed,
-        )
 
 
 class GivenProfile(ModelProfile, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,36 +16,53 @@ import dataclasses
 import random
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
 
 from appliance.errors import LabError
-from appliance.fleet.ranking import BoxState, Choose, FleetRequest
+from appliance.fleet.ranking import BoxLoad, BoxState, Choose, FleetRequest
 from appliance.lab.experiments.run import Contender, Setting, Trial, machine_for
-from appliance.lab.fleet.box_load import box_load
 from appliance.lab.sim.recorder import Recorder
 from appliance.lab.sim.simulator import BoxSimulation, SimulationRun
 from appliance.lab.workload import Arrival
 from appliance.policies.stack import PolicyStack
+from appliance.scheduling.reports.box_load import machine_load
 from appliance.vocabulary import ModelName, RequestId, Word
 
 
 class FleetSetting(Word, frozen=True, kw_only=True):
-    """So many equal boxes. Each model is in the catalogue of `copies` of them, and its requests
-    belong to one of so many `sessions`."""
+    """So many equal boxes. Each model is in the catalogue of `copies` of them, or of its `homes`,
+    and its requests belong to one of so many `sessions`."""
 
     boxes: int
     poll_seconds: float
     copies: int
     sessions: int
     seed: int
+    homes: Mapping[ModelName, frozenset[str]] | None = None
+    """Names of boxes by model, if models are not placed in turn."""
+
+    def in_turn(self, box: int, model: int) -> bool:
+        """The n-th model is on the box that is n-th in turn, and on those after it."""
+        return (box - model) % self.boxes < self.copies
+
+    def with_homes(self, homes: Mapping[ModelName, frozenset[str]]) -> FleetSetting:
+        return replace(self, homes=homes)
 
     def catalogue(self, box: int, models: Sequence[ModelName]) -> frozenset[ModelName]:
-        """The n-th model is on the box that is n-th in turn, and on those after it."""
-        return frozenset([m for n, m in enumerate(models) if (box - n) % self.boxes < self.copies])
+        """Of one of the boxes."""
+        if self.homes is None:
+            return frozenset([m for n, m in enumerate(models) if self.in_turn(box, n)])
+        name = box_name(box)
+        return frozenset([model for model, homes in self.homes.items() if name in homes])
+
+
+def box_name(number: int) -> str:
+    """What the router calls a box."""
+    return f"box-{number}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,7 @@ class _Box:
     def __init__(
         self, setting: Setting, contender: Contender, fleet: FleetSetting, number: int
     ) -> None:
-        self.name = f"box-{number}"
+        self.name = box_name(number)
         self.catalogue = fleet.catalogue(number, [model.name for model in setting.models])
         own = dataclasses.replace(
             setting,
@@ -122,7 +139,8 @@ class _Box:
 
     def state(self, now: float) -> BoxState:
         """As it answers a poll."""
-        load = box_load(self.simulation.machine, self.catalogue, now)
+        found = machine_load(self.simulation.machine, now)
+        load = BoxLoad(catalogue=self.catalogue, **found._asdict())
         return BoxState(name=self.name, load=load)
 
     def ended(self, now: float) -> SimulationRun:

@@ -97,6 +97,38 @@ def test_models_are_asked_for_where_they_are(path: Path) -> None:
         assert found.same_box_share == 1.0
 
 
+def test_a_planned_fleet_spreads_what_is_asked_for(path: Path) -> None:
+    """One model has most of the requests, and its box gives others away; each stays on one box."""
+    skewed = {"models__0__count": "1", "models__0__rate": "4.0", "hardware__count": "1"}
+    skewed["fleet__copies"] = "1"
+    placed = match(path, "residency", **skewed, fleet__placement="demand")
+    in_turn = match(path, "residency", **skewed)
+    assert placed.fleet is not None
+    assert in_turn.fleet is not None
+
+    assert repr(placed) == repr(match(path, "residency", **skewed, fleet__placement="demand"))
+    assert (in_turn.fleet.placement_steps, in_turn.fleet.placement_bytes) == (0, 0)
+    assert 0 < placed.fleet.placement_steps <= 6
+    assert placed.fleet.placement_bytes > 0
+    assert placed.metrics["requests"] == in_turn.metrics["requests"]
+
+
+def test_a_trace_has_no_day_before_it(path: Path, tmp_path: Path) -> None:
+    """So there is nothing to plan by; the error names the key."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    traced = [
+        'trace = "trace.csv"' if line.startswith("lengths") else line
+        for line in lines
+        if not line.startswith("rate")
+    ]
+    path = tmp_path / "traced.toml"
+    path.write_text("\n".join(traced), encoding="utf-8")
+    trace = "arrival_s,model,prompt_tokens,output_tokens\n9,m000,9,9\n"
+    (tmp_path / "trace.csv").write_text(trace, encoding="utf-8")
+    with pytest.raises(LabError, match=r"fleet\.placement: a trace has no day before"):
+        match(path, "residency", fleet__placement="demand")
+
+
 def test_a_request_that_no_box_takes_is_an_error(path: Path) -> None:
     """A router that finds no box is said, with the model."""
     chosen = chosen_with(path)

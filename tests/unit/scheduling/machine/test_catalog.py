@@ -224,7 +224,7 @@ def test_nothing_is_kept_of_a_model_that_was_never_asked() -> None:
     """Nor is the view that policies saw of it: models come and go for as long as the daemon
     runs."""
     cluster = cluster_of()
-    shown = cluster.machine.cluster._unasked
+    shown = cluster.machine.cluster._model_views
     assert shown.keys() == {"a", "b"}
 
     cluster.tell(ModelRemoved(model="a"))

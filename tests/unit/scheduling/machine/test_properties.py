@@ -15,8 +15,9 @@ from hypothesis.stateful import (
 )
 
 from appliance.scheduling import host_room
-from appliance.scheduling.lifecycle import KvPlace, Stage
+from appliance.scheduling.lifecycle import EngineStage, KvPlace, Stage
 from appliance.scheduling.model_lifecycle import MAX_BUILD_LOSSES
+from appliance.scheduling.reports.box_load import machine_load
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     BuildModel,
@@ -327,6 +328,30 @@ class BusyCluster(RuleBasedStateMachine):
             on = self.only.get(getattr(command, "model", ""))
             if on is not None and not isinstance(command, DropModel):
                 assert getattr(command, "instance", None) in {*on, None}
+
+    @invariant()
+    def views_of_models_are_true(self) -> None:
+        """Those that were kept are what would be made now, in the order of the catalogue."""
+        cluster, now = self.cluster.machine.cluster, self.cluster.now
+        shown = cluster.cluster_view(now).models
+        cluster.engines_gone()  # all are made anew
+        assert cluster.cluster_view(now).models == shown
+        assert [view.name for view in shown] == [*self.cluster.machine.models]
+
+    @invariant()
+    def what_routers_hear_is_true(self) -> None:
+        """As the stages of engines and the phases of requests say."""
+        machine = self.cluster.machine
+        found = machine_load(machine, self.cluster.now)
+        stages = [
+            (name, engine.stage)
+            for instance in machine.instances.values()
+            for name, engine in instance.engines.items()
+        ]
+        loaded = {name for name, stage in stages if stage is EngineStage.LOADED}
+        assert found.resident == loaded
+        assert found.coming >= {n for n, at in stages if at is EngineStage.LOADING} - loaded
+        assert found.waiting + found.running == len(machine.requests)
 
     @invariant()
     def every_wait_has_a_reason(self) -> None:
