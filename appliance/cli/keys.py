@@ -283,11 +283,13 @@ def _hint(error: KeyFieldError) -> str:
 
 def _check_models(models: Sequence[str], config: Path) -> None:
     """Ends the command for a name that no model or adapter of the configuration has."""
+    found = _load(config)
     known = [
         name
-        for model in _load(config).models
+        for model in found.models
         for name in (model.name, *(full_name(model.name, one.name) for one in model.adapters))
     ]
+    known += [remote.name for remote in found.remotes]
     for name in models:
         if name not in known:
             wrong = f"there is no model {name!r}; {nearest(name, known)}"

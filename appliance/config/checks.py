@@ -35,6 +35,7 @@ from appliance.config.groups import check_groups, devices_of, plan_instances, un
 from appliance.config.machine_room import check_machine
 from appliance.config.model_parsers import check_parsers
 from appliance.config.problems import ProblemReport
+from appliance.config.remotes import shared_secrets
 from appliance.config.schema import (
     Api,
     Config,
@@ -509,6 +510,7 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"api.keys: others than its owner can read or write {config.api.keys}; `chmod 600` it"
         )
+    found += shared_secrets(config)
     found += unused(config)
     found += [warning for model in config.models if (warning := _of_model(model))]
     if rest := config.devices.memory_bytes % config.devices.slab_bytes:

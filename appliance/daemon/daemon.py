@@ -75,6 +75,7 @@ from appliance.service.interface import (
 )
 from appliance.service.policy_overview import PolicyReport
 from appliance.service.policy_report import PolicyChoice
+from appliance.service.remote_models import RemoteModels
 from appliance.vocabulary import (
     Command,
     DropSpilledKv,
@@ -169,15 +170,19 @@ class Daemon:
         clock: Callable[[], float] = time.monotonic,
         traces: Traces | None = None,
         kv_folder: Path | None = None,
+        remotes: RemoteModels | None = None,
     ) -> None:
-        """`traces` get every request that ends. KV goes to files in `kv_folder`, if `setup` has
-        room for it there.
+        """`traces` get every request that ends. `remotes` are models of other servers. KV goes to
+        files in `kv_folder`, if `setup` has room for it there.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had,
         `KvFolderError` if the folder cannot be used.
         """
         self.metrics_of_run = Metrics()
         self.feed = EventLog()
+        self.remotes = RemoteModels() if remotes is None else remotes
+        self.on_waited_enough: Callable[[], None] = lambda: None
+        """Called when the appliance ends, and waits no longer for what other servers answer."""
         self.limits = limits
         """As they are now; they may be replaced."""
         self.on_failure: Callable[[BaseException], None] = _log_failure
@@ -298,8 +303,10 @@ class Daemon:
         """Take no more requests; let those that run end, and end the rest after a while."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._requests.idle(), patience_seconds)
+            both = asyncio.gather(self._requests.idle(), self.remotes.drain())
+            await asyncio.wait_for(both, patience_seconds)
         self._requests.give_up(shutting_down())
+        self.on_waited_enough()
         self.feed.close()
 
     async def stop(self) -> None:
@@ -344,7 +351,7 @@ class Daemon:
     # --- models ----------------------------------------------------------------------------------
 
     def front_models(self) -> tuple[FrontModel, ...]:
-        return self.catalogue.front()
+        return (*self.catalogue.front(), *(model.front for model in self.remotes.all()))
 
     def places(self, name: ModelName) -> ModelPlaces:
         spec, room = self.catalogue.find(name).spec, self.machine.device_room
@@ -358,12 +365,15 @@ class Daemon:
         self.catalogue.refuse(name, reason)
 
     def load_model(self, name: ModelName) -> None:
+        self.remotes.check_here(name)
         self.catalogue.load(name)
 
     def evict_model(self, name: ModelName) -> None:
+        self.remotes.check_here(name)
         self.catalogue.evict(name)
 
     def drain_model(self, name: ModelName, draining: bool) -> None:
+        self.remotes.check_here(name)
         self.catalogue.drain(name, draining)
 
     def end_adapter(self, full: ModelName) -> None:
@@ -441,10 +451,11 @@ class Daemon:
         )
 
     def models(self) -> list[ModelCard]:
-        return self._model_activities.all_cards()
+        return [*self._model_activities.all_cards(), *self.remotes.cards()]
 
     def model(self, name: ModelName) -> ModelCard:
-        return self._model_activities.card(name)
+        found = (card for card in self.remotes.cards() if card.id == name)
+        return next(found, None) or self._model_activities.card(name)
 
     def summary(self) -> str:
         instances = self.machine.instances.values()
@@ -459,14 +470,19 @@ class Daemon:
             version=appliance.__version__,
             uptime_seconds=self._clock() - self._started,
             instances=self._instance_activities.all(),
-            models=self._model_activities.all(),
+            models=(*self._model_activities.all(), *self.remotes.activities()),
             kv=self._kv_activities.tiers(),
             host_bytes=host_bytes(self.machine.host),
             disk_bytes=disk_bytes(self.machine.disk),
         )
 
     def load(self) -> Load:
-        return self._gauges.load(draining=self._draining)
+        load = self._gauges.load(draining=self._draining)
+        if not (elsewhere := self.remotes.names()):
+            return load
+        catalogue = (*load.catalogue, *elsewhere)  # and never resident: a box is no nearer to them
+        version = Load.version_of(catalogue, load.resident)
+        return msgspec.structs.replace(load, catalogue=catalogue, version=version)
 
     def requests(self) -> list[RequestActivity]:
         return [self.request(name) for name in self.machine.requests]
@@ -475,7 +491,8 @@ class Daemon:
         return request_activity(self.machine, request, self._clock())
 
     def model_activity(self, name: ModelName) -> ModelActivity:
-        return self._model_activities.one(name)
+        found = (one for one in self.remotes.activities() if one.model == name)
+        return next(found, None) or self._model_activities.one(name)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
