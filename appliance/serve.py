@@ -154,7 +154,8 @@ async def _serve(config: Config, path: Path) -> int:
     status = 1
     with reloading(settings, notifier):
         closing = nullcontext() if ledger is None else aclosing(ledger)
-        async with closing, running(admin), aclosing(guides):
+        forwards = gateway.sessions.forwards
+        async with closing, running(admin), aclosing(guides), aclosing(forwards):
             try:
                 status = await lifetime.run()
             finally:

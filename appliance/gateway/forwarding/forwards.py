@@ -71,6 +71,11 @@ class Forwards:
         for forwarding in list(self._live):
             forwarding.give_up(as_api_error(shutting_down()))
 
+    async def aclose(self) -> None:
+        """Close all connections that nothing uses."""
+        for upstream in self._upstreams.values():
+            await upstream.retire()
+
     def upstream(self, model: RemoteModel) -> Upstream:
         """The connections to its server."""
         known = self._upstreams.get(model.name)
@@ -243,8 +248,10 @@ class Forwarding:
         events = Events(frame.path, frame.asked, wants_usage=frame.wants_usage)
         await self._pass(b"", streams=True)  # the head, so that the client knows that it is taken
         async for data in _slowly(answer):
-            out = events.feed(data)
-            self._usage, self._pieces = events.usage, events.pieces
+            try:
+                out = events.feed(data)
+            finally:
+                self._usage, self._pieces = events.usage, events.pieces
             if out:
                 await self._pass(out)
             if events.last:
@@ -294,6 +301,7 @@ class Forwarding:
         self._outcome = "whole"
         self._write(FinishReason.STOP, counted.set)
         await counted.wait()
+        self._settle()
 
     def _write(
         self, finished: FinishReason | None, go_on: Callable[[], None] | None = None
@@ -311,13 +319,18 @@ class Forwarding:
             charge.counted(*usage)
         charge.end(finished if usage is not None else None, RequestTimes(), go_on or _nothing)
 
+    def _settle(self) -> None:
+        """Give back what it did not need of the limits of its key. Once."""
+        admitted, self._admitted = self._admitted, None
+        if admitted is not None:
+            usage = self._usage or Usage()
+            admitted.end(usage.input, usage.output)
+
     def _end(self, model: RemoteModel | None) -> None:
+        self._settle()
         self._held.release(self._name)
-        usage = self._usage if self._usage is not None else Usage()
-        if self._admitted is not None:
-            self._admitted.end(usage.input, usage.output)
         if model is not None:
-            self._forwards.models.end(model.name, usage.output)
+            self._forwards.models.end(model.name, (self._usage or Usage()).output)
 
     def _log(self, seconds: float) -> None:
         if not log.isEnabledFor(logging.INFO):
