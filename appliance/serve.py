@@ -303,7 +303,10 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
     """The gateway in front of a daemon; it tells `processes` front ends of the daemon's models.
     Raises `ApplianceError` if the ledger of usage cannot be opened."""
     api = config.api
-    keys = KeyRing(Path(api.keys)) if api.keys else None
+    keys = None
+    if api.keys:
+        share = api.limits_share.fraction
+        keys = KeyRing(Path(api.keys), read_only=api.keys_read_only, share=share)
     clock = WallClock(not_before=newest_change([Path(api.keys)]) if api.keys else 0.0)
     access = Access(
         keys,

@@ -310,10 +310,10 @@ def _keys(config: Path, file: Path | None) -> KeyFile:
     """The file that was named, or the configuration's."""
     if file is not None:
         return KeyFile(file)
-    path = _load(config).api.keys
-    if not path:
+    api = _load(config).api
+    if not api.keys:
         raise click.UsageError(f'{config} has no keys: add keys = "keys.json" to [api], or --file')
-    return KeyFile(Path(path))
+    return KeyFile(Path(api.keys), read_only=api.keys_read_only)
 
 
 def _shown(each: Key) -> dict[str, Any]:

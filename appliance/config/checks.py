@@ -68,6 +68,7 @@ MOST_AUTOPILOT_CPU_SECONDS: Final = 300
 def check_keys(config: Config, report: ProblemReport) -> None:
     """Report what shows in the configuration itself, before `auto` has chosen anything."""
     _check_reach(config.api, report)
+    _check_shared_keys(config.api, report)
     _check_root_path(config.api, report)
     _check_devices(config.devices, report)
     check_groups(config, report)
@@ -111,6 +112,16 @@ def _check_reach(api: Api, report: ProblemReport) -> None:
             'add keys = "keys.json" and make one with `appliance key create NAME`, or use '
             "127.0.0.1",
         )
+
+
+def _check_shared_keys(api: Api, report: ProblemReport) -> None:
+    """What says how a file of keys is used means nothing without one."""
+    for key, said in (
+        ("keys_read_only", api.keys_read_only),
+        ("limits_share", api.limits_share.fraction != 1),
+    ):
+        if said and not api.keys:
+            report.add(("api", key), "there are no keys", 'add keys = "keys.json", or leave it out')
 
 
 def _check_root_path(api: Api, report: ProblemReport) -> None:

@@ -30,7 +30,7 @@ from appliance.platform.admin_socket import AUTO
 from appliance.platform.logs import LogFormat, LogLevel
 from appliance.service.autopilot import AutopilotMode, AutopilotTerms
 from appliance.service.policy_report import PolicyChoice
-from appliance.units import Address, Bytes, Delay, Memory, Seconds, human
+from appliance.units import Address, Bytes, Delay, Memory, Seconds, Share, human
 
 Scalar: TypeAlias = str | int | float | bool
 
@@ -65,6 +65,22 @@ class Api(Section, kw_only=True):
             'With it every client of `bind` needs a key; "" for none.'
         ),
     ] = ""
+    keys_read_only: Annotated[
+        bool,
+        Meta(
+            description="Never write the file of keys: several boxes have the same one "
+            "(docs/fleet.md), and keys are changed where it comes from. What changes in it is "
+            "followed as usual. A change waits for a restart."
+        ),
+    ] = False
+    limits_share: Annotated[
+        Share,
+        Meta(
+            description="This box's share of every limit in the file of keys, such as 0.25 or "
+            '`"1/4"`: each of four boxes then lets a key have a quarter, at least 1. A change '
+            "waits for a restart."
+        ),
+    ] = Share("1")
     open_metrics: Annotated[
         bool, Meta(description="Answer `/metrics` without a key, also when there are keys.")
     ] = False
