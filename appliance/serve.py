@@ -173,11 +173,9 @@ def end_at_signals(status: int) -> None:
 
 
 def make_daemon(config: Config, created: int = 0) -> Daemon:
-    """The daemon that a configuration describes, not started yet; `created` (Unix time) is when
-    models of other servers came, as lists say it.
-
-    Raises `PolicyError`, `CheckpointError`, `KvFolderError` or `OSError` for what cannot be had.
-    """
+    """The daemon that a configuration describes, not started yet; `created` is the Unix time that
+    lists say of models of other servers. Raises `PolicyError`, `CheckpointError`, `KvFolderError`
+    or `OSError` for what cannot be had."""
     devices = config.devices
     allowed = sorted(os.sched_getaffinity(0))
     entries = [read_model(model, devices) for model in config.models]
@@ -336,7 +334,7 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
     sessions = Sessions(daemon, access, admission, settings, Accounts(access, ledger))
     sessions.remote_images = RemoteImages(ImageHosts(api.image_hosts, api.image_networks))
     sessions.forwards = Forwards(daemon.remotes, access)
-    daemon.on_waited_enough = sessions.forwards.end_all
+    daemon.remotes.on_waited_enough = sessions.forwards.end_all
     daemon.catalogue.on_change = daemon.remotes.on_change = sessions.catalogue_changed
     return Gateway(access, admission, sessions, clock, ledger)
 

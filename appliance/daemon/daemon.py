@@ -181,8 +181,6 @@ class Daemon:
         self.metrics_of_run = Metrics()
         self.feed = EventLog()
         self.remotes = RemoteModels() if remotes is None else remotes
-        self.on_waited_enough: Callable[[], None] = lambda: None
-        """Called when the appliance ends, and waits no longer for what other servers answer."""
         self.limits = limits
         """As they are now; they may be replaced."""
         self.on_failure: Callable[[BaseException], None] = _log_failure
@@ -237,6 +235,7 @@ class Daemon:
         self.catalogue = ModelAdministration(
             models, machine, self.workers.values(), feed, metrics, handle, self._forget_model
         )
+        self.catalogue.check_here = self.remotes.check_here
         policies = self._decisions.policies
         judged = (lambda: policies.changes, self._watch_seconds, plan.ranks_of)
         self._requests = RequestStreams(
@@ -303,10 +302,10 @@ class Daemon:
         """Take no more requests; let those that run end, and end the rest after a while."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
-            both = asyncio.gather(self._requests.idle(), self.remotes.drain())
-            await asyncio.wait_for(both, patience_seconds)
+            idle = asyncio.gather(self._requests.idle(), self.remotes.drain())
+            await asyncio.wait_for(idle, patience_seconds)
         self._requests.give_up(shutting_down())
-        self.on_waited_enough()
+        self.remotes.on_waited_enough()
         self.feed.close()
 
     async def stop(self) -> None:
@@ -351,7 +350,7 @@ class Daemon:
     # --- models ----------------------------------------------------------------------------------
 
     def front_models(self) -> tuple[FrontModel, ...]:
-        return (*self.catalogue.front(), *(model.front for model in self.remotes.all()))
+        return (*self.catalogue.front(), *self.remotes.front())
 
     def places(self, name: ModelName) -> ModelPlaces:
         spec, room = self.catalogue.find(name).spec, self.machine.device_room
@@ -365,15 +364,12 @@ class Daemon:
         self.catalogue.refuse(name, reason)
 
     def load_model(self, name: ModelName) -> None:
-        self.remotes.check_here(name)
         self.catalogue.load(name)
 
     def evict_model(self, name: ModelName) -> None:
-        self.remotes.check_here(name)
         self.catalogue.evict(name)
 
     def drain_model(self, name: ModelName, draining: bool) -> None:
-        self.remotes.check_here(name)
         self.catalogue.drain(name, draining)
 
     def end_adapter(self, full: ModelName) -> None:
@@ -454,8 +450,7 @@ class Daemon:
         return [*self._model_activities.all_cards(), *self.remotes.cards()]
 
     def model(self, name: ModelName) -> ModelCard:
-        found = (card for card in self.remotes.cards() if card.id == name)
-        return next(found, None) or self._model_activities.card(name)
+        return self.remotes.card(name) or self._model_activities.card(name)
 
     def summary(self) -> str:
         instances = self.machine.instances.values()
@@ -477,12 +472,7 @@ class Daemon:
         )
 
     def load(self) -> Load:
-        load = self._gauges.load(draining=self._draining)
-        if not (elsewhere := self.remotes.names()):
-            return load
-        catalogue = (*load.catalogue, *elsewhere)  # and never resident: a box is no nearer to them
-        version = Load.version_of(catalogue, load.resident)
-        return msgspec.structs.replace(load, catalogue=catalogue, version=version)
+        return self.remotes.listed_in(self._gauges.load(draining=self._draining))
 
     def requests(self) -> list[RequestActivity]:
         return [self.request(name) for name in self.machine.requests]
@@ -491,8 +481,7 @@ class Daemon:
         return request_activity(self.machine, request, self._clock())
 
     def model_activity(self, name: ModelName) -> ModelActivity:
-        found = (one for one in self.remotes.activities() if one.model == name)
-        return next(found, None) or self._model_activities.one(name)
+        return self.remotes.activity(name) or self._model_activities.one(name)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(

@@ -273,9 +273,8 @@ class FrontEnd:
         if path.startswith(OLLAMA):
             with contextlib.suppress(NotJson):  # Ollama's words for it come from where it is read
                 fields = fields_of(body)
-                known = self._known(call, fields)
-                if known is not None and known.remote:
-                    raise Refuse(as_refused(elsewhere.wrong_dialect(path, known), call.number))
+                if (known := self._known(call, fields)) is not None:
+                    _here(call, path, known)
                 check_size(call, path, fields)
                 sent = _images(call, path, fields, known)
                 body = self._check(call, path, fields, body, reasons=True)
@@ -284,10 +283,7 @@ class FrontEnd:
             return
         if path == TOKENIZER_INFO:
             asked = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[-1]
-            model = self._model(call, asked)
-            if model.remote:
-                raise Refuse(as_refused(elsewhere.wrong_dialect(path, model), call.number))
-            state = await self._state(call, model)
+            state = await self._state(call, _here(call, path, self._model(call, asked)))
         elif scope["method"] != "POST":
             message = f"{path} is asked with POST"
             raise Refuse(refused(call, 405, "method_not_allowed", message))
@@ -468,6 +464,13 @@ def check_task(call: Call, path: str, model: FrontModel) -> None:
         message = f"The model does not support {api} API: {model.name} {_DOES[model.task]}"
         message += forms.remedy(path, model.task)
         raise Refuse(refused(call, 400, "unsupported_task", message, "model"))
+
+
+def _here(call: Call, path: str, model: FrontModel) -> FrontModel:
+    """The model, which is one of this box. Raises `Refuse` for one of another server."""
+    if model.remote:
+        raise Refuse(as_refused(elsewhere.wrong_dialect(path, model), call.number))
+    return model
 
 
 def check_size(call: Call, path: str, fields: Fields | None) -> None:

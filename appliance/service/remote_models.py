@@ -15,6 +15,7 @@ import msgspec
 from appliance.service.front_frames import FrontModel
 from appliance.service.interface import (
     GenerationFailed,
+    Load,
     ModelActivity,
     ModelCard,
     ModelNotFound,
@@ -73,6 +74,8 @@ class RemoteModels:
     def __init__(self, models: Iterable[RemoteModel] = ()) -> None:
         self.on_change: Callable[[], None] = _ignore
         """Called when there are others."""
+        self.on_waited_enough: Callable[[], None] = _ignore
+        """Called when the appliance ends, and waits no longer for what other servers answer."""
         self._models = {model.name: model for model in models}
         self._live: Counter[ModelName] = Counter()
         self._output: Counter[ModelName] = Counter()
@@ -88,8 +91,9 @@ class RemoteModels:
             self._models = changed
             self.on_change()
 
-    def all(self) -> tuple[RemoteModel, ...]:
-        return tuple(self._models.values())
+    def front(self) -> tuple[FrontModel, ...]:
+        """As front ends need them."""
+        return tuple(model.front for model in self._models.values())
 
     def names(self) -> tuple[ModelName, ...]:
         """All by which requests may ask."""
@@ -156,6 +160,22 @@ class RemoteModels:
             yield card
             for alias in model.aliases:
                 yield msgspec.structs.replace(card, id=alias, root=model.name)
+
+    def card(self, name: ModelName) -> ModelCard | None:
+        """That of a name or an alias, if it is one of these."""
+        return next((card for card in self.cards() if card.id == name), None)
+
+    def activity(self, name: ModelName) -> ModelActivity | None:
+        return next((one for one in self.activities() if one.model == name), None)
+
+    def listed_in(self, load: Load) -> Load:
+        """What routers are told, with these names. They are never resident: no box is nearer to
+        them than another."""
+        if not self._models:
+            return load
+        catalogue = (*load.catalogue, *self.names())
+        version = Load.version_of(catalogue, load.resident)
+        return msgspec.structs.replace(load, catalogue=catalogue, version=version)
 
     def activities(self) -> tuple[ModelActivity, ...]:
         return tuple(
