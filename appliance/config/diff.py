@@ -9,7 +9,7 @@ from appliance.config.schema import Config, Model, PolicyTable, Section, fields
 from appliance.config.toml_lines import KeyPath, dotted
 from appliance.platform.admin_socket import AUTO
 from appliance.service.settings import ConfigChange
-from appliance.units import Address, Bytes, Seconds, human, toml
+from appliance.units import Address, Bytes, Seconds, Share, human, toml
 from appliance.vocabulary import ModelName
 
 TERMS: Final = ("slo", "batch_slo", "max_queue", "pin", "aliases", "load")
@@ -43,7 +43,7 @@ def as_written(section: Section) -> dict[str, Any]:
             table[key] = _size(value)
         elif isinstance(value, Seconds):
             table[key] = toml(value).strip('"')
-        elif isinstance(value, Address):
+        elif isinstance(value, Address | Share):
             table[key] = str(value)
         else:
             table[key] = value

@@ -1,4 +1,4 @@
-"""Tables `[[model]]` with `remote`, models of other servers: told apart, and checked."""
+"""Tables `[[model]]` with `remote`, models of other servers: read apart, and checked."""
 
 from __future__ import annotations
 

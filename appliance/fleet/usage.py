@@ -16,7 +16,7 @@ from appliance.usage.report import DIMENSIONS, MEASURES
 BOX: Final = "box"
 """A further name to add up by."""
 _ASKED_INSTEAD: Final = ("key",)
-"""What a box is asked for that is not told apart any further."""
+"""What a box is asked for where only boxes are kept apart."""
 
 
 class BoxRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from appliance.service.interface import (
 from appliance.vocabulary import ModelName, Task
 
 STATE: Final = "remote"
-"""What clients and operators are told in place of a residency."""
+"""What clients and operators are shown in place of a residency."""
 OWNER: Final = "remote"
 RETRY_SECONDS: Final = 1.0
 
@@ -169,7 +169,7 @@ class RemoteModels:
         return next((one for one in self.activities() if one.model == name), None)
 
     def listed_in(self, load: Load) -> Load:
-        """What routers are told, with these names. They are never resident: no box is nearer to
+        """What routers are sent, with these names. They are never resident: no box is nearer to
         them than another."""
         if not self._models:
             return load

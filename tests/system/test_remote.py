@@ -184,6 +184,6 @@ def test_a_dead_server_leaves_the_rest_as_it_was(pair: Pair) -> None:
         return False
 
     until(away)
-    assert ask(pair, "/readyz")["status"] == "ok"
+    assert ask(pair, "/readyz")["ok"]
     own = pair.near.chat.completions.create(model="llama-a", messages=MESSAGES, max_tokens=5)
     assert own.choices[0].message.content

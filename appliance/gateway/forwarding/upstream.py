@@ -165,7 +165,7 @@ class Upstream:
     def _failed(
         self, what: str, error: BaseException | None, status: int, more: str = ""
     ) -> ApiError:
-        """The error for a client, which is not told the address; the log is."""
+        """The error for a client, without the address, which is in the log."""
         why = more if error is None else str(error) or type(error).__name__
         log.warning(
             "the server of %s (%s) %s%s",

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -15,6 +16,7 @@ from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.access.organizations import Organization
 from appliance.api.app import create_app
 from appliance.cli.main import cli
+from appliance.config.diff import as_written
 from appliance.config.loader import load_config
 from appliance.errors import ConfigError, KeysReadOnly
 from tests.unit.doubles.fake_service import FakeService
@@ -206,3 +208,11 @@ def test_the_command_changes_the_origin_and_not_a_box(fleet: Fleet) -> None:
     assert [each["name"] for each in json.loads(listed.stdout)] == ["root", "alice"]
     made = run(cli, ["key", "create", "bob", "--file", str(fleet.origin.path)])
     assert made.exit_code == 0
+
+
+def test_what_is_in_force_can_be_shown(tmp_path: Path) -> None:
+    """As JSON, and as a file would have it."""
+    file = tmp_path / "appliance.toml"
+    file.write_text(CONFIG.format('"1/4"') + MODEL)
+    shown = as_written(load_config(file, check_files=False).api)
+    assert msgspec.json.decode(msgspec.json.encode(shown))["limits_share"] == "1/4"
