@@ -228,7 +228,7 @@ class Forwarding:
                 if forwards.held_bytes > MAX_ANSWERS_BYTES:
                     message = "answers of other servers take all memory that they may have"
                     headers = {"Retry-After": "1"}
-                    raise ApiError(503, message, code="too_much_held", headers=headers)
+                    raise ApiError(503, message, code="remote_answers_full", headers=headers)
             changed, usage = whole(bytes(body), self._frame.path, self._frame.asked)
             self._usage = usage or self._guessed(len(body))
             await self._counted()

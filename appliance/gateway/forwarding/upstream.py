@@ -175,12 +175,13 @@ class Upstream:
             f": {why}" if why else "",
         )
         message = f"the server of {self.model.name} {what}"
-        headers = {}
-        if status in (429, 503):
-            message += "; try again later"
-            headers["Retry-After"] = str(RETRY_SECONDS)
-        code = {429: "remote_full", 503: "remote_unavailable"}.get(status, "remote_failed")
-        return ApiError(status, message, code=code, headers=headers)
+        if status not in (429, 503):
+            return ApiError(502, message, code="remote_failed")
+        message += "; try again later"
+        headers = {"Retry-After": str(RETRY_SECONDS)}
+        if status == 429:
+            return ApiError(429, message, code="remote_full", headers=headers)
+        return ApiError(503, message, code="remote_unavailable", headers=headers)
 
 
 def _read(response: httpcore.Response) -> dict[str, str]:
