@@ -6,6 +6,7 @@
     +-- PullError            a model cannot be fetched: where it is, or what is there
     +-- KeysError            a file of API keys cannot be used, or a change of it cannot be made
     |   +-- KeyExists, KeyNotFound, KeyFieldError, OrganizationNotFound, OrganizationInUse
+    |   +-- KeysReadOnly     it is shared by several boxes, and changed elsewhere
     +-- PolicyError          a policy cannot be loaded
     |   +-- PolicyChoiceError  a choice of policies cannot be used; lists every problem
     +-- CeilingsError        what a machine can do was not measured, or not on this machine
@@ -83,6 +84,17 @@ class PullError(ApplianceError):
 
 class KeysError(ApplianceError):
     """A file of API keys cannot be used, or a change of it cannot be made."""
+
+
+class KeysReadOnly(KeysError):
+    """The file of keys is not to be changed here."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(
+            f"{path} is read only here (api.keys_read_only), as several boxes have it: change it "
+            "where it comes from, with `appliance key ... --file FILE`, and put the changed file "
+            "in place of this one by a rename"
+        )
 
 
 class PolicyError(ApplianceError):

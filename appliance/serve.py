@@ -28,6 +28,7 @@ from appliance.config.checks import warnings
 from appliance.config.groups import devices_of, instances_of, plan_instances
 from appliance.config.layers import ignored_rows
 from appliance.config.machine_room import refuse_now
+from appliance.config.remotes import remote_models
 from appliance.config.schema import Api, Config, Devices
 from appliance.config.sizing import adapter_room, kv_floor_slabs, read_model, uncached
 from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
@@ -37,6 +38,7 @@ from appliance.daemon.served_model import served_model
 from appliance.errors import ApplianceError, CeilingsError
 from appliance.gateway.acceptor import FrontEnds
 from appliance.gateway.accounts import Accounts
+from appliance.gateway.forwarding.forwards import Forwards
 from appliance.gateway.guide_trials import GuideTrials
 from appliance.gateway.remote_images import RemoteImages
 from appliance.gateway.sessions import FrontSettings, Sessions
@@ -74,6 +76,7 @@ from appliance.platform.tls import LiveTls
 from appliance.platform.wall_clock import WallClock, newest_change
 from appliance.scheduling.cost_model import FIRST_GUESS_LOAD_BYTES_PER_SECOND
 from appliance.service.front_frames import Handover
+from appliance.service.remote_models import RemoteModels
 from appliance.service.settings import Settings
 from appliance.usage.ledger import Ledger
 
@@ -113,7 +116,8 @@ async def _serve(config: Config, path: Path) -> int:
         refuse_foreign(sockets)
     if sockets and config.api.bind != Api().bind:
         sockets += bound_beside(sockets, config.api.bind)
-    daemon = make_daemon(config)
+    created = int(newest_change([path]))
+    daemon = make_daemon(config, created)
     allowed = sorted(os.sched_getaffinity(0))
     workers = sum([plan.ranks for plan in plan_instances(config.devices)])
     processes = front_end_count(config.api.processes, len(allowed))
@@ -121,13 +125,13 @@ async def _serve(config: Config, path: Path) -> int:
     keep_to(allowed[-kept:])  # front ends, too; workers set their own
     pair = tls_pair(config, path)
     tls = None if pair is None else LiveTls(pair)
-    settings = LiveConfig(daemon, config, path, tls)
+    settings = LiveConfig(daemon, config, path, tls, created)
     await settings.finish_deletions()
     gateway = make_gateway(daemon, config, processes)
     front_ends = Supervisor(processes, gateway.sessions.open)
     daemon.front_ends_missing = front_ends.not_ready
     ledger = gateway.ledger
-    guides = gateway.sessions.guides = GuideTrials(front_ends.forks, models=daemon.front_models)
+    guides = gateway.sessions.guides = GuideTrials(front_ends.forks, models=daemon.catalogue.front)
     server = make_server(daemon, config, settings, tls, gateway, front_ends)
     admin = make_admin_server(server, config, front_ends)
     if admin is not None and not config.api.local_operators:
@@ -150,7 +154,8 @@ async def _serve(config: Config, path: Path) -> int:
     status = 1
     with reloading(settings, notifier):
         closing = nullcontext() if ledger is None else aclosing(ledger)
-        async with closing, running(admin), aclosing(guides):
+        forwards = gateway.sessions.forwards
+        async with closing, running(admin), aclosing(guides), aclosing(forwards):
             try:
                 status = await lifetime.run()
             finally:
@@ -167,11 +172,10 @@ def end_at_signals(status: int) -> None:
         signal.signal(number, lambda *_: os._exit(status))
 
 
-def make_daemon(config: Config) -> Daemon:
-    """The daemon that a configuration describes, not started yet.
-
-    Raises `PolicyError`, `CheckpointError`, `KvFolderError` or `OSError` for what cannot be had.
-    """
+def make_daemon(config: Config, created: int = 0) -> Daemon:
+    """The daemon that a configuration describes, not started yet; `created` is the Unix time that
+    lists say of models of other servers. Raises `PolicyError`, `CheckpointError`, `KvFolderError`
+    or `OSError` for what cannot be had."""
     devices = config.devices
     allowed = sorted(os.sched_getaffinity(0))
     entries = [read_model(model, devices) for model in config.models]
@@ -223,6 +227,7 @@ def make_daemon(config: Config) -> Daemon:
         _journal(config, setup),
         traces=_traces(config),
         kv_folder=Path(devices.kv_spill.directory) if devices.kv_spill_bytes else None,
+        remotes=RemoteModels(remote_models(config, created)),
     )
     terms = config.policy.autopilot_terms(config.journal.path)
     daemon.autopilot.configure(terms, config.policy.choice)
@@ -296,7 +301,10 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
     """The gateway in front of a daemon; it tells `processes` front ends of the daemon's models.
     Raises `ApplianceError` if the ledger of usage cannot be opened."""
     api = config.api
-    keys = KeyRing(Path(api.keys)) if api.keys else None
+    keys = None
+    if api.keys:
+        share = api.limits_share.fraction
+        keys = KeyRing(Path(api.keys), read_only=api.keys_read_only, share=share)
     clock = WallClock(not_before=newest_change([Path(api.keys)]) if api.keys else 0.0)
     access = Access(
         keys,
@@ -325,7 +333,9 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
     ledger = _ledger(config, clock)
     sessions = Sessions(daemon, access, admission, settings, Accounts(access, ledger))
     sessions.remote_images = RemoteImages(ImageHosts(api.image_hosts, api.image_networks))
-    daemon.catalogue.on_change = sessions.catalogue_changed
+    sessions.forwards = Forwards(daemon.remotes, access)
+    daemon.remotes.on_waited_enough = sessions.forwards.end_all
+    daemon.catalogue.on_change = daemon.remotes.on_change = sessions.catalogue_changed
     return Gateway(access, admission, sessions, clock, ledger)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Final
 
 _SIZE_UNITS: Final = {
@@ -12,6 +13,7 @@ _SIZE_UNITS: Final = {
     "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
 _DURATION_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SHARE: Final = re.compile(r"[1-9][0-9]{0,5}/[1-9][0-9]{0,5}|[01](\.[0-9]{1,9})?")
 _QUANTITY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -47,6 +49,23 @@ class Memory(Bytes):
     def taken(self, whole_bytes: int) -> Memory:
         """The size that this is of so many bytes; itself if it is no share."""
         return self if self.share is None else Memory(int(self.share * whole_bytes))
+
+
+class Share(str):
+    """A part of a whole, more than 0 and at most 1: ``0.25`` or ``"1/4"``."""
+
+    @classmethod
+    def read(cls, value: object) -> Share:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        text = str(value) if number or isinstance(value, str) else ""
+        if _SHARE.fullmatch(text) is None or not 0 < Fraction(text) <= 1:
+            raise ValueError('expected a share of more than 0 and at most 1, such as 0.25 or "1/4"')
+        return cls(text)
+
+    @property
+    def fraction(self) -> Fraction:
+        """Exactly so much: a third is no decimal number."""
+        return Fraction(self)
 
 
 class Seconds(float):

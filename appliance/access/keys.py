@@ -20,8 +20,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +30,7 @@ from msgspec import Meta
 from appliance.access.organizations import (
     NAME_RULE,
     Limit,
+    Limits,
     Name,
     Organization,
     unknown_organization,
@@ -38,6 +40,7 @@ from appliance.errors import (
     KeyFieldError,
     KeyNotFound,
     KeysError,
+    KeysReadOnly,
     OrganizationInUse,
     OrganizationNotFound,
 )
@@ -49,6 +52,9 @@ MAX_KEYS: Final = 10_000
 MAX_FILE_BYTES: Final = 16 << 20
 LOCK_TRIES: Final = 100
 """How often a writer tries to lock the file: for five seconds in all."""
+
+WHOLE_LIMITS: Final = Fraction(1)
+LIMIT_NAMES: Final = tuple(Limits.__struct_fields__)
 
 _LOCK_PAUSE_SECONDS: Final = 0.05
 _SECRET_BYTES: Final = 32
@@ -192,8 +198,10 @@ def digest(secret: str) -> str:
 class KeyFile:
     """The keys of an appliance on disk: mode 0600, replaced whole, changed by one at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """One that is `read_only` is never written, nor is anything next to it."""
         self.path = path
+        self.read_only = read_only
 
     @property
     def shared(self) -> bool:
@@ -321,7 +329,9 @@ class KeyFile:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Others who change the file wait for some seconds. This one is replaced, so the lock is on
-        another."""
+        another. Raises `KeysReadOnly` for one that is never changed here."""
+        if self.read_only:
+            raise KeysReadOnly(self.path)
         lock = self.path.with_name(f"{self.path.name}.lock")
         try:
             descriptor = _open_lock(lock)
@@ -386,13 +396,20 @@ def _hand_over(made: int, owned: Path) -> None:
         os.fchown(made, owner.st_uid, owner.st_gid)
 
 
+_Of = TypeVar("_Of", Key, Organization)
+
+
 class KeyRing:
     """The keys that a running appliance accepts. What the file says holds from the next request on;
     one that cannot be read changes nothing, one that is gone takes all keys with it."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `KeysError` if there is a file that cannot be read, and has no copy."""
-        self.file = KeyFile(path)
+    def __init__(
+        self, path: Path, *, read_only: bool = False, share: Fraction = WHOLE_LIMITS
+    ) -> None:
+        """Of all limits in the file, keys have a `share` here. Raises `KeysError` if there is a
+        file that cannot be read, and has no copy."""
+        self.file = KeyFile(path, read_only=read_only)
+        self._share = share
         self._seen = self._look()
         self._refused: object = None
         """What the file was when it could not be read, so that it is said once."""
@@ -400,22 +417,25 @@ class KeyRing:
         self._listeners: list[Callable[[Mapping[str, Key]], None]] = []
 
     def _hold(self, contents: Contents) -> None:
-        self._keys = {key.sha256: key for key in contents.keys}
-        self._organizations = {each.name: each for each in contents.organizations}
+        self._contents = contents
+        self._keys = {key.sha256: _shared(key, self._share) for key in contents.keys}
+        self._organizations = {
+            each.name: _shared(each, self._share) for each in contents.organizations
+        }
 
     def on_change(self, listener: Callable[[Mapping[str, Key]], None]) -> None:
         """Have `listener` called with all keys by their hashes when they have changed."""
         self._listeners.append(listener)
 
     def all(self) -> tuple[Key, ...]:
-        """The keys in the order of the file, also expired ones."""
+        """The keys in the order of the file, also expired ones, with the limits that it says."""
         self._refresh()
-        return tuple(self._keys.values())
+        return self._contents.keys
 
     def organizations(self) -> tuple[Organization, ...]:
-        """The organizations in the order of the file."""
+        """The organizations in the order of the file, with the limits that it says."""
         self._refresh()
-        return tuple(self._organizations.values())
+        return self._contents.organizations
 
     @property
     def held_organizations(self) -> Mapping[str, Organization]:
@@ -462,6 +482,15 @@ class KeyRing:
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+
+def _shared(of: _Of, share: Fraction) -> _Of:
+    """The same with a share of each limit, and 1 at least: none is a limit of nothing."""
+    if share == WHOLE_LIMITS:
+        return of
+    limits = {name: getattr(of, name) for name in LIMIT_NAMES}
+    changed = {name: max(1, int(n * share)) for name, n in limits.items() if n is not None}
+    return msgspec.structs.replace(of, **changed)
 
 
 def _named(name: str, keys: Sequence[Key]) -> Key:

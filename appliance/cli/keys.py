@@ -283,11 +283,13 @@ def _hint(error: KeyFieldError) -> str:
 
 def _check_models(models: Sequence[str], config: Path) -> None:
     """Ends the command for a name that no model or adapter of the configuration has."""
+    found = _load(config)
     known = [
         name
-        for model in _load(config).models
+        for model in found.models
         for name in (model.name, *(full_name(model.name, one.name) for one in model.adapters))
     ]
+    known += [remote.name for remote in found.remotes]
     for name in models:
         if name not in known:
             wrong = f"there is no model {name!r}; {nearest(name, known)}"
@@ -308,10 +310,10 @@ def _keys(config: Path, file: Path | None) -> KeyFile:
     """The file that was named, or the configuration's."""
     if file is not None:
         return KeyFile(file)
-    path = _load(config).api.keys
-    if not path:
+    api = _load(config).api
+    if not api.keys:
         raise click.UsageError(f'{config} has no keys: add keys = "keys.json" to [api], or --file')
-    return KeyFile(Path(path))
+    return KeyFile(Path(api.keys), read_only=api.keys_read_only)
 
 
 def _shown(each: Key) -> dict[str, Any]:

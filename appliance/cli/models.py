@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import click
@@ -97,12 +97,17 @@ def limit(
     body = _given(slo=slo or None, batch_slo=batch_slo or None, max_queue=queue)
     path = f"/api/models/{quote(model)}"
     found = call("PUT", url, f"{path}/limits", body) if body else get(url, path)
-    terms = found["terms"]
+    if (terms := found["terms"]) is None:
+        _report(found, as_json, ELSEWHERE)
+        return
     text = [
         f"{kind}: {_level(terms[key])}"
         for kind, key in (("interactive", "slo"), ("batch", "batch_slo"))
     ]
     _report(found, as_json, "\n".join([*text, f"at most {terms['max_queue']} requests"]))
+
+
+ELSEWHERE: Final = "it is a model of another server, whose table in the configuration has `remote`"
 
 
 def _level(slo: dict[str, float]) -> str:
@@ -134,6 +139,9 @@ def show(model: str, url: str, as_json: bool) -> None:
     found = get(url, f"/api/models/{quote(model)}")
     if as_json:
         print_json(found)
+        return
+    if found["facts"] is None:
+        click.echo(f"{ELSEWHERE}; {found['running']} requests running")
         return
     lines = [*_facts(found["facts"]), *_terms(found["terms"]), *_whereabouts(found)]
     width = max(len(name) for name, _ in lines)

@@ -35,6 +35,7 @@ from appliance.config.groups import check_groups, devices_of, plan_instances, un
 from appliance.config.machine_room import check_machine
 from appliance.config.model_parsers import check_parsers
 from appliance.config.problems import ProblemReport
+from appliance.config.remotes import shared_secrets
 from appliance.config.schema import (
     Api,
     Config,
@@ -67,6 +68,7 @@ MOST_AUTOPILOT_CPU_SECONDS: Final = 300
 def check_keys(config: Config, report: ProblemReport) -> None:
     """Report what shows in the configuration itself, before `auto` has chosen anything."""
     _check_reach(config.api, report)
+    _check_shared_keys(config.api, report)
     _check_root_path(config.api, report)
     _check_devices(config.devices, report)
     check_groups(config, report)
@@ -110,6 +112,16 @@ def _check_reach(api: Api, report: ProblemReport) -> None:
             'add keys = "keys.json" and make one with `appliance key create NAME`, or use '
             "127.0.0.1",
         )
+
+
+def _check_shared_keys(api: Api, report: ProblemReport) -> None:
+    """What says how a file of keys is used means nothing without one."""
+    for key, said in (
+        ("keys_read_only", api.keys_read_only),
+        ("limits_share", api.limits_share.fraction != 1),
+    ):
+        if said and not api.keys:
+            report.add(("api", key), "there are no keys", 'add keys = "keys.json", or leave it out')
 
 
 def _check_root_path(api: Api, report: ProblemReport) -> None:
@@ -509,6 +521,7 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"api.keys: others than its owner can read or write {config.api.keys}; `chmod 600` it"
         )
+    found += shared_secrets(config)
     found += unused(config)
     found += [warning for model in config.models if (warning := _of_model(model))]
     if rest := config.devices.memory_bytes % config.devices.slab_bytes:

@@ -9,7 +9,7 @@ from appliance.config.schema import Config, Model, PolicyTable, Section, fields
 from appliance.config.toml_lines import KeyPath, dotted
 from appliance.platform.admin_socket import AUTO
 from appliance.service.settings import ConfigChange
-from appliance.units import Address, Bytes, Seconds, human, toml
+from appliance.units import Address, Bytes, Seconds, Share, human, toml
 from appliance.vocabulary import ModelName
 
 TERMS: Final = ("slo", "batch_slo", "max_queue", "pin", "aliases", "load")
@@ -43,7 +43,7 @@ def as_written(section: Section) -> dict[str, Any]:
             table[key] = _size(value)
         elif isinstance(value, Seconds):
             table[key] = toml(value).strip('"')
-        elif isinstance(value, Address):
+        elif isinstance(value, Address | Share):
             table[key] = str(value)
         else:
             table[key] = value
@@ -79,13 +79,15 @@ def _moving(running: Config, found: Config) -> set[ModelName]:
     known = {model.name for model in running.models}
     read = {model.name for model in found.models}
     joining = {model.name for model in joining_models(running, found)}
-    return joining | (known - read) if joining or known & read else set()
+    here = joining | (known - read) if joining or known & read else set()
+    return here | {remote.name for remote in (*running.remotes, *found.remotes)}
 
 
 def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
     """What `found` says otherwise, in the order of the file, models by name."""
     old, new = dict(_flat(running)), dict(_flat(found))
     at_once = _moving(running, found)
+    remote = {one.name for one in running.remotes} & {one.name for one in found.remotes}
     exchanging = {("model", name, "adapter") for name in exchanging_models(running, found)}
     stays_https = bool(running.api.tls_certificate and found.api.tls_certificate)
     for key in [*old, *(key for key in new if key not in old)]:
@@ -95,7 +97,8 @@ def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
         if key[0] == "model" and len(key) > 2 and (model not in old or model not in new):
             continue  # the model as a whole is reported
         renews = stays_https and key in TLS
-        at_runtime = key in exchanging or _applies_at_once(key)
+        elsewhere = len(key) > 2 and key[1] in remote
+        at_runtime = key in exchanging or _applies_at_once(key) or elsewhere
         moves = key[0] == "model" and len(key) == 2 and key[1] in at_once
         yield ConfigChange(
             key=dotted(key),
@@ -109,8 +112,8 @@ def _flat(config: Config) -> Iterator[tuple[KeyPath, object]]:
     table = as_written(config)
     models = table.pop("model")
     yield from _leaves(table, ())
-    for model in models:
-        yield ("model", model["name"]), model["path"]
+    for model in [*models, *map(as_written, config.remotes)]:
+        yield ("model", model["name"]), model.get("path") or model["remote"]
         yield from _leaves(model, ("model", model["name"]))
 
 

@@ -87,7 +87,11 @@ class Layers:
         origins = [self._origin(("model", place)) for place in range(len(rows))]
         kept = []
         for place, (row, (layer, path)) in enumerate(zip(rows, origins, strict=True)):
-            if "path" in row or "name" not in row or self.paths[layer].name != ADMIN_FILE:
+            if (
+                {"path", "remote"} & row.keys()
+                or "name" not in row
+                or self.paths[layer].name != ADMIN_FILE
+            ):
                 kept.append(place)
                 continue
             self.ignored.append(

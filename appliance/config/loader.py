@@ -19,12 +19,14 @@ from appliance.config.groups import plan_instances
 from appliance.config.layers import read_layers
 from appliance.config.problems import ProblemReport
 from appliance.config.remedies import instead_of_key, shown, unit_forgotten, wrong_and_remedy
+from appliance.config.remotes import check_remotes, check_secrets, split_rows
 from appliance.config.schema import (
     Adapter,
     Config,
     DeviceGroup,
     Devices,
     Model,
+    Remote,
     Scalar,
     SchemaField,
     Section,
@@ -65,12 +67,14 @@ def load_config(
         config = _with_absolute_paths(config, path.absolute().parent)
         config, gpu_bytes = _with_devices(config, report, now=now)
         check_keys(config, report)
+        check_remotes(config, report)
         entries = read_checkpoints(config, report) if check_files else []
         if not report.concerns("devices"):
             room = Room.on_this_machine(config, gpu_bytes, now=now)
             config = choose(config, entries, room, running)
         if check_files:
             check_named(config, entries, report)
+            check_secrets(config, report)
     if report.problems:
         files = [str(file) for file in layers.paths]
         raise ConfigError(sorted(report.problems, key=lambda p: (files.index(p.file), p.line)))
@@ -85,11 +89,16 @@ def _read_document(document: dict[str, Any], report: ProblemReport) -> Config | 
     if isinstance(policy, dict):
         parameters = {key: table for key, table in policy.items() if isinstance(table, dict)}
         document["policy"] = {k: v for k, v in policy.items() if k not in parameters}
+    elsewhere = split_rows(document, report)
+    remotes = [
+        _read_section(Remote, row, ("remote", index), report) for index, row in enumerate(elsewhere)
+    ]
     config = _read_section(Config, document, (), report)
     if config is None:
         return None
     choice = msgspec.structs.replace(config.policy, parameters=parameters)
-    return msgspec.structs.replace(config, policy=choice)
+    read = tuple(remote for remote in remotes if remote is not None)
+    return msgspec.structs.replace(config, policy=choice, remotes=read)
 
 
 def _read_section(kind: type[S], table: object, at: KeyPath, report: ProblemReport) -> S | None:
@@ -118,7 +127,9 @@ def _read_value(kind: Any, value: object, at: KeyPath, report: ProblemReport) ->
         return plain(0)
     if plain == tuple[Model, ...]:
         if not isinstance(value, list) or not value:
-            report.add(at, "expected at least one table", "write [[model]] for each model")
+            own = " with a path, for at least one model of this box" if report.remote_rows else ""
+            remedy = f"write [[model]]{own or ' for each model'}"
+            report.add(at, "expected at least one table", remedy)
             return ()
         return tuple(_read_section(Model, row, (*at, i), report) for i, row in enumerate(value))
     if plain == tuple[Adapter, ...]:
@@ -160,8 +171,15 @@ def _with_enabled_models(config: Config, report: ProblemReport) -> Config:
     rows = [index for index, model in enumerate(config.models) if model.enabled]
     if not rows:
         report.add(("model",), "no model is enabled", "take enabled = false from one")
-    report.rows = rows
-    return msgspec.structs.replace(config, models=tuple(config.models[row] for row in rows))
+    read = report.rows or range(len(config.models))
+    report.rows = [read[row] for row in rows]
+    here = [index for index, remote in enumerate(config.remotes) if remote.enabled]
+    report.remote_rows = [report.remote_rows[index] for index in here]
+    return msgspec.structs.replace(
+        config,
+        models=tuple(config.models[row] for row in rows),
+        remotes=tuple(config.remotes[index] for index in here),
+    )
 
 
 def absolute_path(base: Path, path: str) -> str:
@@ -207,6 +225,12 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         )
         for model in config.models
     )
+    remotes = tuple(
+        replace(remote, remote_key_file=absolute_path(base, secret))
+        if (secret := remote.remote_key_file)
+        else remote
+        for remote in config.remotes
+    )
     named = {name: getattr(config.api, name) for name in ("keys", "tls_certificate", "tls_key")}
     if config.api.admin_socket != AUTO:
         named["admin_socket"] = config.api.admin_socket
@@ -221,6 +245,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         usage=usage,
         catalog=catalog,
         models=models,
+        remotes=remotes,
     )
 
 

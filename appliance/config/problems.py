@@ -17,6 +17,8 @@ class ProblemReport:
         self.problems: list[Problem] = []
         self.rows: list[int] | None = None
         """Which rows of the file the models are, once some of them are left out."""
+        self.remote_rows: list[int] = []
+        """Which rows those with `remote` are; their keys begin with that word."""
 
     def at(self, key: KeyPath, wrong: str, remedy: str, needed_bytes: int = 0) -> Problem:
         """The problem with a key, where the file has it."""
@@ -34,6 +36,8 @@ class ProblemReport:
     def _in_files(self, key: KeyPath) -> KeyPath:
         if self.rows is not None and key[0] == "model" and len(key) > 1:
             return ("model", self.rows[int(key[1])], *key[2:])
+        if key[0] == "remote":
+            return ("model", self.remote_rows[int(key[1])], *key[2:])
         return key
 
     def concerns(self, table: str) -> bool:

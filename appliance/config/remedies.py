@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from appliance.config.schema import Model, choices, may_be_auto, plain_type
+from appliance.config.schema import Model, Remote, choices, fields, may_be_auto, plain_type
 from appliance.errors import alternatives
 from appliance.platform.admin_socket import AUTO
 from appliance.units import Bytes, Seconds, toml
@@ -26,6 +26,10 @@ def instead_of_key(kind: type, key: str) -> str | None:
             "weights stay until other models need their memory; pin = true keeps them in host "
             "memory, load = true loads them at the start"
         )
+    if kind is Model and key in fields(Remote):
+        return 'add remote = "http://HOST:PORT" in place of path, or leave it out'
+    if kind is Remote and key in fields(Model):
+        return f"leave it out: a model with remote has only {', '.join(fields(Remote))}"
     return None
 
 

@@ -30,7 +30,7 @@ from appliance.platform.admin_socket import AUTO
 from appliance.platform.logs import LogFormat, LogLevel
 from appliance.service.autopilot import AutopilotMode, AutopilotTerms
 from appliance.service.policy_report import PolicyChoice
-from appliance.units import Address, Bytes, Delay, Memory, Seconds, human
+from appliance.units import Address, Bytes, Delay, Memory, Seconds, Share, human
 
 Scalar: TypeAlias = str | int | float | bool
 
@@ -65,6 +65,22 @@ class Api(Section, kw_only=True):
             'With it every client of `bind` needs a key; "" for none.'
         ),
     ] = ""
+    keys_read_only: Annotated[
+        bool,
+        Meta(
+            description="Never write the file of keys: several boxes have the same one "
+            "(docs/fleet.md), and keys are changed where it comes from. What changes in it is "
+            "followed as usual. A change waits for a restart."
+        ),
+    ] = False
+    limits_share: Annotated[
+        Share,
+        Meta(
+            description="This box's share of every limit in the file of keys, such as 0.25 or "
+            '`"1/4"`: each of four boxes then lets a key have a quarter, at least 1. A change '
+            "waits for a restart."
+        ),
+    ] = Share("1")
     open_metrics: Annotated[
         bool, Meta(description="Answer `/metrics` without a key, also when there are keys.")
     ] = False
@@ -964,6 +980,63 @@ class Model(Section, kw_only=True):
     ] = True
 
 
+class Remote(Section, kw_only=True):
+    """A model of another server, which has `remote` in place of `path`: see docs/fleet.md."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$",
+            description="What clients call it here: letters, digits and any of `._:/-`.",
+            examples=["llama-405b"],
+        ),
+    ]
+    remote: Annotated[
+        str,
+        Meta(
+            description="Address of a server with OpenAI's API: `http://HOST:PORT`, or with a path "
+            "that ends before `/chat/completions`; without a path it is `/v1`.",
+            examples=["http://192.0.2.9:8000"],
+        ),
+    ]
+    max_context: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Longest prompt and answer together, tokens, as that server has it. Lists "
+            "show it, and a request without `max_tokens` reserves so many of its key's limits.",
+            examples=[131072],
+        ),
+    ]
+    remote_model: Annotated[str, Meta(description='What that server calls it; "" for `name`.')] = ""
+    remote_key_file: Annotated[
+        str,
+        Meta(
+            description="File with the API key that the server wants, alone on its first line, "
+            'relative to this file; mode 0600. "" for none. Read at the start and by a reload.'
+        ),
+    ] = ""
+    remote_connect_timeout: Annotated[
+        Seconds, Meta(description="Longest time for a connection to the server.")
+    ] = Seconds(5)
+    remote_timeout: Annotated[
+        Seconds,
+        Meta(description="Longest silence of the server, before an answer begins and within it."),
+    ] = Seconds(300)
+    aliases: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")], ...],
+        Meta(description="Further names that clients may call it."),
+    ] = ()
+    task: Annotated[
+        Literal["generate", "embed"],
+        Meta(description="What it is for: text (`generate`), or vectors (`embed`)."),
+    ] = "generate"
+    max_queue: Annotated[
+        int, Meta(ge=1, description="Its requests at once; one more gets 429.")
+    ] = 256
+    enabled: Annotated[bool, Meta(description="`false` ignores this table.")] = True
+
+
 class Chosen(NamedTuple):
     """What `auto` means for a key, and why."""
 
@@ -991,6 +1064,8 @@ class Config(Section, kw_only=True):
     telemetry: Telemetry = Telemetry()
     catalog: Catalog = Catalog()
     models: Annotated[tuple[Model, ...], Meta(min_length=1)] = msgspec.field(name="model")
+    remotes: tuple[Remote, ...] = ()
+    """The tables `[[model]]` that have `remote`: models of other servers."""
     chosen: tuple[Chosen, ...] = ()
     """What `auto` means, in no file."""
 
@@ -1033,7 +1108,11 @@ def may_be_auto(kind: Any) -> bool:
     return any(isinstance(meta, Meta) and meta.extra == MAY_BE_AUTO for meta in metas)
 
 
-_NO_KEYS: Final = ((PolicyTable, "parameters"), (Config, "chosen"))
+_NO_KEYS: Final = (
+    (PolicyTable, "parameters"),
+    (Config, "remotes"),
+    (Config, "chosen"),
+)
 """Fields that are no keys of the file."""
 
 

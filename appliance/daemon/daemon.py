@@ -75,6 +75,7 @@ from appliance.service.interface import (
 )
 from appliance.service.policy_overview import PolicyReport
 from appliance.service.policy_report import PolicyChoice
+from appliance.service.remote_models import RemoteModels
 from appliance.vocabulary import (
     Command,
     DropSpilledKv,
@@ -169,15 +170,17 @@ class Daemon:
         clock: Callable[[], float] = time.monotonic,
         traces: Traces | None = None,
         kv_folder: Path | None = None,
+        remotes: RemoteModels | None = None,
     ) -> None:
-        """`traces` get every request that ends. KV goes to files in `kv_folder`, if `setup` has
-        room for it there.
+        """`traces` get every request that ends. `remotes` are models of other servers. KV goes to
+        files in `kv_folder`, if `setup` has room for it there.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had,
         `KvFolderError` if the folder cannot be used.
         """
         self.metrics_of_run = Metrics()
         self.feed = EventLog()
+        self.remotes = RemoteModels() if remotes is None else remotes
         self.limits = limits
         """As they are now; they may be replaced."""
         self.on_failure: Callable[[BaseException], None] = _log_failure
@@ -232,6 +235,7 @@ class Daemon:
         self.catalogue = ModelAdministration(
             models, machine, self.workers.values(), feed, metrics, handle, self._forget_model
         )
+        self.catalogue.check_here = self.remotes.check_here
         policies = self._decisions.policies
         judged = (lambda: policies.changes, self._watch_seconds, plan.ranks_of)
         self._requests = RequestStreams(
@@ -298,8 +302,10 @@ class Daemon:
         """Take no more requests; let those that run end, and end the rest after a while."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._requests.idle(), patience_seconds)
+            idle = asyncio.gather(self._requests.idle(), self.remotes.drain())
+            await asyncio.wait_for(idle, patience_seconds)
         self._requests.give_up(shutting_down())
+        self.remotes.on_waited_enough()
         self.feed.close()
 
     async def stop(self) -> None:
@@ -344,7 +350,7 @@ class Daemon:
     # --- models ----------------------------------------------------------------------------------
 
     def front_models(self) -> tuple[FrontModel, ...]:
-        return self.catalogue.front()
+        return (*self.catalogue.front(), *self.remotes.front())
 
     def places(self, name: ModelName) -> ModelPlaces:
         spec, room = self.catalogue.find(name).spec, self.machine.device_room
@@ -441,10 +447,10 @@ class Daemon:
         )
 
     def models(self) -> list[ModelCard]:
-        return self._model_activities.all_cards()
+        return [*self._model_activities.all_cards(), *self.remotes.cards()]
 
     def model(self, name: ModelName) -> ModelCard:
-        return self._model_activities.card(name)
+        return self.remotes.card(name) or self._model_activities.card(name)
 
     def summary(self) -> str:
         instances = self.machine.instances.values()
@@ -459,14 +465,14 @@ class Daemon:
             version=appliance.__version__,
             uptime_seconds=self._clock() - self._started,
             instances=self._instance_activities.all(),
-            models=self._model_activities.all(),
+            models=(*self._model_activities.all(), *self.remotes.activities()),
             kv=self._kv_activities.tiers(),
             host_bytes=host_bytes(self.machine.host),
             disk_bytes=disk_bytes(self.machine.disk),
         )
 
     def load(self) -> Load:
-        return self._gauges.load(draining=self._draining)
+        return self.remotes.listed_in(self._gauges.load(draining=self._draining))
 
     def requests(self) -> list[RequestActivity]:
         return [self.request(name) for name in self.machine.requests]
@@ -475,7 +481,7 @@ class Daemon:
         return request_activity(self.machine, request, self._clock())
 
     def model_activity(self, name: ModelName) -> ModelActivity:
-        return self._model_activities.one(name)
+        return self.remotes.activity(name) or self._model_activities.one(name)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(

@@ -57,6 +57,8 @@ class ModelAdministration:
         """Models whose front half cannot be built, and why."""
         self.on_change: Callable[[], None] = _ignore
         """Called when `front` has changed."""
+        self.check_here: Callable[[ModelName], None] = _check_nothing
+        """Raises `GenerationFailed` for a model of another server."""
         self.on_adapter_idle: Callable[[ModelName, str], None] = _ignore_adapter
         """Called when the last request of a hidden adapter is over."""
         self._machine = machine
@@ -110,6 +112,7 @@ class ModelAdministration:
 
     def load(self, name: ModelName) -> None:
         """Have its weights brought to a device. Raises `ModelNotFound`, `GenerationFailed`."""
+        self.check_here(name)
         self.find(name)
         reason = self._machine.failed.get(name) or self.refused.get(name)
         if reason is not None:
@@ -123,13 +126,16 @@ class ModelAdministration:
             self.load(name)
 
     def evict(self, name: ModelName) -> None:
-        """Have it give back what it holds on devices. Raises `ModelNotFound`."""
+        """Have it give back what it holds on devices. Raises `ModelNotFound`, and
+        `GenerationFailed` for one that holds nothing here."""
+        self.check_here(name)
         self.find(name)
         self._feed.tell(NoticeKind.MODEL_EVICT_REQUESTED, model=name)
         self._handle(ModelEvictRequested(model=name))
 
     def drain(self, name: ModelName, draining: bool) -> None:
-        """Refuse new requests for it, or take them again. Raises `ModelNotFound`."""
+        """Refuse new requests for it, or take them again. Raises as `evict` does."""
+        self.check_here(name)
         served = self.find(name)
         spec = msgspec.structs.replace(served.spec, draining=draining)
         self._change(msgspec.structs.replace(served, spec=spec))
@@ -286,6 +292,10 @@ class ModelAdministration:
                 draining=spec.draining,
             )
         )
+
+
+def _check_nothing(name: ModelName) -> None:
+    pass
 
 
 def _ignore() -> None:

@@ -38,6 +38,7 @@ from appliance.config.diff import (
 from appliance.config.groups import differing_ranks, instances_of
 from appliance.config.layers import ignored_rows, read_layers
 from appliance.config.loader import absolute_path, load_config
+from appliance.config.remotes import remote_models
 from appliance.config.schema import Adapter, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import dotted
@@ -54,6 +55,7 @@ from appliance.service.interface import (
     ModelExists,
     ModelNotFound,
 )
+from appliance.service.remote_models import RemoteModel
 from appliance.service.settings import (
     DEFAULT_CONTEXT_TOKENS,
     ConfigChange,
@@ -87,12 +89,19 @@ class LiveConfig:
     read from `path`. `tls` is what its server speaks, if it does."""
 
     def __init__(
-        self, daemon: Daemon, config: Config, path: Path, tls: LiveTls | None = None
+        self,
+        daemon: Daemon,
+        config: Config,
+        path: Path,
+        tls: LiveTls | None = None,
+        created: int = 0,
     ) -> None:
+        """`created` is when models of other servers came, as lists say it (Unix time)."""
         self._daemon = daemon
         self._running = config
         self._path = path.absolute()
         self._tls = tls
+        self._created = created
         self._admin = AdminFile(self._path)
         self._changing = asyncio.Lock()
         self._deletions: dict[ModelName, _Deletion] = {}
@@ -122,11 +131,13 @@ class LiveConfig:
                 model.name for model in joining_models(self._running, found) if self._is_free(model)
             ]
             served, kv_floor = await asyncio.to_thread(_described, found, joining)
+            remotes = await asyncio.to_thread(remote_models, found, self._created)
             await self._apply(found)
             self._apply_tls(found, pair)
             await self._exchange_adapters(found)
             self._join(found, served, kv_floor)
             self._leave(found)
+            self._apply_remotes(found, remotes)
             left = self._changes(found, pair)
         for warning in await asyncio.to_thread(ignored_rows, self._path):
             log.warning("%s", warning)
@@ -145,6 +156,7 @@ class LiveConfig:
 
     async def change_model(self, name: ModelName, keys: Mapping[str, object]) -> None:
         async with self._changing:
+            self._daemon.remotes.check_here(name)
             if self._daemon.model(name).base:  # adapters have no terms of their own
                 raise ModelNotFound(name)
             edit = self._admin.edit()
@@ -157,6 +169,8 @@ class LiveConfig:
         async with self._changing:
             name = str(keys["name"])
             if any(model.name == name for model in self._running.models):
+                raise ModelExists(name)
+            if self._daemon.remotes.find(name) is not None:
                 raise ModelExists(name)
             self._check_stays(name, Path(absolute_path(self._path.parent, str(keys["path"]))))
             for further in (*_adapter_paths(keys), *_head_paths(keys)):
@@ -217,6 +231,7 @@ class LiveConfig:
 
     async def remove_model(self, name: ModelName, *, force: bool, files: bool) -> Removal:
         async with self._changing:
+            self._daemon.remotes.check_here(name)
             activity = self._daemon.model_activity(name)
             row = next((model for model in self._running.models if model.name == name), None)
             if row is None:  # it is being removed already
@@ -296,7 +311,8 @@ class LiveConfig:
         return await self.add_model({"name": pulled.name, "path": str(pulled.path)})
 
     def _row(self, name: ModelName) -> Model:
-        """What is in force of a model that is served. Raises `ModelNotFound`."""
+        """What is in force of a model that is served here. Raises `ModelNotFound`."""
+        self._daemon.remotes.check_here(name)
         self._daemon.catalogue.find(name)
         return next(model for model in self._running.models if model.name == name)
 
@@ -466,6 +482,13 @@ class LiveConfig:
             tls_key=found.api.tls_key,
         )
         self._running = msgspec.structs.replace(self._running, api=api)
+
+    def _apply_remotes(self, found: Config, models: Sequence[RemoteModel]) -> None:
+        """Have other servers answer for these, whose names no model of this box has."""
+        here = {model.name for model in self._running.models}
+        self._daemon.remotes.change(one for one in models if one.name not in here)
+        remotes = tuple(one for one in found.remotes if one.name not in here)
+        self._running = msgspec.structs.replace(self._running, remotes=remotes)
 
     def _apply_models(self, found: Config, names: set[ModelName]) -> None:
         """Serve these models on the terms that were read, those of them that were."""

@@ -49,6 +49,7 @@ from appliance.frontend.images import (
     in_thread,
     threads,
 )
+from appliance.frontend.remote import elsewhere
 from appliance.frontend.serving.input_tokens import router as input_tokens_router
 from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.serving.speech import router as speech_router
@@ -272,15 +273,17 @@ class FrontEnd:
         if path.startswith(OLLAMA):
             with contextlib.suppress(NotJson):  # Ollama's words for it come from where it is read
                 fields = fields_of(body)
+                if (known := self._known(call, fields)) is not None:
+                    _here(call, path, known)
                 check_size(call, path, fields)
-                sent = _images(call, path, fields, self._known(call, fields))
+                sent = _images(call, path, fields, known)
                 body = self._check(call, path, fields, body, reasons=True)
             async with self._turn(call, scope, sent, send) as send:
                 await self._ollama(scope, _body_then(body, gone), send)
             return
         if path == TOKENIZER_INFO:
             asked = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[-1]
-            state = await self._state(call, self._model(call, asked))
+            state = await self._state(call, _here(call, path, self._model(call, asked)))
         elif scope["method"] != "POST":
             message = f"{path} is asked with POST"
             raise Refuse(refused(call, 405, "method_not_allowed", message))
@@ -298,6 +301,9 @@ class FrontEnd:
             else:
                 model = self._model(call, asked)
                 path = meant(path, fields, model.task, pools_tokens=model.pools_tokens)
+                if model.remote:
+                    await self._forward(call, scope, path, fields, model, send, gone)
+                    return
                 check_task(call, path, model)
                 sent = _images(call, path, fields, model)
                 call.chat_sounds = _sounds(call, path, fields, model)
@@ -355,6 +361,8 @@ class FrontEnd:
         try:
             form = forms.read(_header(scope, b"content-type") or "", body)
             model = self._model(call, form.model)
+            if model.remote:
+                raise elsewhere.wrong_dialect(path, model)
             check_task(call, path, model)
             form = forms.checked(form)
             form = form._replace(fields={"model": [model.name]} | form.fields)
@@ -363,6 +371,25 @@ class FrontEnd:
         self._check(call, path, form.as_body(), b"", reasons=False)
         call.form = form
         return await self._state(call, model)
+
+    async def _forward(
+        self,
+        call: Call,
+        scope: Any,
+        path: str,
+        fields: Fields,
+        model: FrontModel,
+        send: Send,
+        gone: asyncio.Event,
+    ) -> None:
+        """Have the server of a model answer. Raises `Refuse`, `CallRefused`."""
+        try:
+            check_task(call, elsewhere.checked_path(path, model), model)
+            asked = fields.get("model") or model.name
+            frame = elsewhere.frame(call, scope, path, fields, model, asked)
+        except ApiError as error:
+            raise Refuse(as_refused(error, call.number)) from error
+        await elsewhere.answer(self._core, call, frame, send, gone)
 
     def _known(self, call: Call, fields: Fields | None) -> FrontModel | None:
         """The model that a body names, if the call may ask it."""
@@ -437,6 +464,13 @@ def check_task(call: Call, path: str, model: FrontModel) -> None:
         message = f"The model does not support {api} API: {model.name} {_DOES[model.task]}"
         message += forms.remedy(path, model.task)
         raise Refuse(refused(call, 400, "unsupported_task", message, "model"))
+
+
+def _here(call: Call, path: str, model: FrontModel) -> FrontModel:
+    """The model, which is one of this box. Raises `Refuse` for one of another server."""
+    if model.remote:
+        raise Refuse(as_refused(elsewhere.wrong_dialect(path, model), call.number))
+    return model
 
 
 def check_size(call: Call, path: str, fields: Fields | None) -> None:

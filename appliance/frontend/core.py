@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, Final, Protocol, cast
 
 import msgspec
@@ -24,11 +24,13 @@ from appliance.service.front_frames import (
     FetchedImage,
     FetchImage,
     FindResponse,
+    Forward,
     FoundResponse,
     Hello,
     Leave,
     Output,
     Outputs,
+    Passed,
     Ping,
     Reading,
     Refused,
@@ -38,6 +40,7 @@ from appliance.service.front_frames import (
     StopRun,
     Submit,
     TookImage,
+    TookPiece,
     Up,
     Welcome,
 )
@@ -105,6 +108,7 @@ class Core(asyncio.Protocol):
         self._entering: dict[int, asyncio.Future[Entered]] = {}
         self._finding: dict[int, asyncio.Future[FoundResponse]] = {}
         self._fetching: dict[int, asyncio.Future[FetchedImage]] = {}
+        self._passing: dict[int, asyncio.Queue[Passed]] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._stopped: dict[RequestId, Call] = {}
         """Those that a stop string ended, and that the core has not counted yet."""
@@ -195,6 +199,24 @@ class Core(asyncio.Protocol):
         finally:
             del self._fetching[call.number]
 
+    async def forward(self, frame: Forward) -> AsyncGenerator[Passed]:
+        """Have another server asked; the pieces of its answer, of which the next one comes when
+        this one is done with. The last one says so, or is a refusal."""
+        if self.gone.is_set():
+            raise CallRefused(_GONE)
+        pieces = self._passing[frame.call] = asyncio.Queue()
+        await self._writable.wait()
+        self.send(frame)
+        try:
+            while True:
+                piece = await pieces.get()
+                yield piece
+                if piece.last or piece.refused is not None:
+                    return
+                self.send(TookPiece(frame.call))
+        finally:
+            del self._passing[frame.call]
+
     # --- requests --------------------------------------------------------------------------------
 
     async def submit(self, call: Call, submit: Submit, receiver: Receiver) -> None:
@@ -278,6 +300,9 @@ class Core(asyncio.Protocol):
                 fetched = self._fetching.get(frame.call)
                 if fetched is not None and not fetched.done():
                     fetched.set_result(frame)
+            case Passed():
+                if (pieces := self._passing.get(frame.call)) is not None:
+                    pieces.put_nowait(frame)
             case Ping():
                 self.on_ping(frame)
             case Run() | StopRun():
@@ -356,6 +381,8 @@ class Core(asyncio.Protocol):
         _fail([self._welcome], ConnectionError("the core is gone"))
         waiting = (self._entering, self._finding, self._fetching)
         _fail([future for of in waiting for future in of.values()], CallRefused(_GONE))
+        for call, pieces in self._passing.items():
+            pieces.put_nowait(Passed(call=call, refused=_GONE))
         self._stopped.clear()  # not counted: their clients see the connection end
         for request, known in list(self._requests.items()):
             if known.admission is not None:

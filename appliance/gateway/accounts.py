@@ -173,9 +173,21 @@ class Account:
         tokens = input_tokens + frame.max_tokens
         # The first of several choices asks for all of them.
         together = frame.together_tokens if frame.counts_prompt else 0
+        name = frame.asked or frame.model
+        return self._charge(name, frame.request, input_tokens, tokens, together)
+
+    def begin_elsewhere(
+        self, model: ModelName, request: RequestId, input_tokens: int, tokens: int
+    ) -> Charge:
+        """Another server is asked, for so many tokens at most. Raises `ApiError` if its key may not
+        have them."""
+        return self._charge(model, request, input_tokens, tokens, 0)
+
+    def _charge(
+        self, model: ModelName, request: RequestId, input_tokens: int, tokens: int, together: int
+    ) -> Charge:
         reserved = self.accounts.reserve(self, tokens, together)
-        charge = Charge(self, frame.asked or frame.model, frame.request, input_tokens, reserved)
-        self.charges[frame.request] = charge
+        charge = self.charges[request] = Charge(self, model, request, input_tokens, reserved)
         return charge
 
     def request(self) -> int:
@@ -246,6 +258,10 @@ class Charge:
         """Output came."""
         self.output += produced.tokens
         self.cached += produced.cached
+
+    def counted(self, input_tokens: int, cached: int, output: int) -> None:
+        """Another server said what it comes to."""
+        self._input, self.cached, self.output = input_tokens, cached, output
 
     def stopped(self, output_tokens: int, settled: Callable[[], None]) -> None:
         """A stop string ended it: its client is sent so many tokens. `settled` is called when that

@@ -22,6 +22,7 @@ from appliance.access.auth import Access, Caller, Credentials
 from appliance.access.keys import Scope
 from appliance.engines.protocol import GuideRefused, Produced
 from appliance.gateway.accounts import Account, Accounts, Charge
+from appliance.gateway.forwarding.forwards import Forwarding, Forwards
 from appliance.gateway.held_bodies import HeldBodies
 from appliance.gateway.image_fetches import ImageFetches
 from appliance.gateway.remote_images import RemoteImages
@@ -42,6 +43,7 @@ from appliance.service.front_frames import (
     Entered,
     FetchImage,
     FindResponse,
+    Forward,
     FoundResponse,
     FrontModel,
     Hello,
@@ -62,6 +64,7 @@ from appliance.service.front_frames import (
     StopRun,
     Submit,
     TookImage,
+    TookPiece,
     Up,
     Welcome,
 )
@@ -74,6 +77,7 @@ from appliance.service.interface import (
     SubmitRequest,
     Trace,
 )
+from appliance.service.remote_models import RemoteModels
 from appliance.usage.entries import CUT, WHOLE
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId
 
@@ -148,6 +152,8 @@ class Sessions:
         self.responses = StoredResponses()
         self.remote_images = RemoteImages(ImageHosts())
         """Fetches what bodies name by URL."""
+        self.forwards = Forwards(RemoteModels(), access)
+        """Has other servers answer what is asked of their models."""
         self.guides: GuideChecker | None = None
         """Compiles guides before workers do; None: they do at once."""
         self._settings = settings
@@ -276,6 +282,12 @@ class Session:
                 self._fetch_image(frame)
             case TookImage():
                 self._images.read()
+            case Forward():
+                self._forward(frame)
+            case TookPiece():
+                call = self._calls.get(frame.call)
+                if call is not None and call.forwarding is not None:
+                    call.forwarding.took()
             case Leave():
                 self._leave(frame.call)
             case Ran():
@@ -348,6 +360,8 @@ class Session:
         for request in list(call.requests):
             self._abort(request, FinishReason.CANCELLED)
         self._images.stop(number)
+        if call.forwarding is not None:
+            call.forwarding.stop()
         if call.counted:
             self._access.end(call.caller)
         if call.response is not None:
@@ -391,6 +405,25 @@ class Session:
             self._send(FoundResponse(frame.call))
         else:
             self._send(FoundResponse(frame.call, found.answer, found.messages))
+
+    # --- models of other servers -----------------------------------------------------------------
+
+    def _forward(self, frame: Forward) -> None:
+        call = self._calls.get(frame.call)
+        if call is None:
+            return
+
+        def keep(refused: Refused) -> None:
+            call.refused = call.refused or refused
+
+        if call.forwarding is not None:
+            call.forwarding.stop()
+        sessions = self._sessions
+        if call.answer is not None:
+            frame = msgspec.structs.replace(frame, request_class=RequestClass.BATCH)
+        call.forwarding = sessions.forwards.begin(
+            frame, call.caller, call.account, sessions.held, self._send, keep
+        )
 
     # --- images ----------------------------------------------------------------------------------
 
@@ -596,6 +629,7 @@ class _Call:
         "caller",
         "cancelled",
         "counted",
+        "forwarding",
         "ran",
         "refused",
         "requests",
@@ -621,6 +655,8 @@ class _Call:
         self.trace = trace
         self.answer = answer
         self.requests: set[RequestId] = set()
+        self.forwarding: Forwarding | None = None
+        """What another server answers."""
         self.stream: _Stream | None = None
         """Its answer, once that is a stream and has begun."""
         self.refused: Refused | None = None

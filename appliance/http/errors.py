@@ -18,6 +18,7 @@ from appliance.errors import (
     KeyFieldError,
     KeyNotFound,
     KeysError,
+    KeysReadOnly,
     NotSaved,
     OrganizationInUse,
     OrganizationNotFound,
@@ -166,6 +167,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(409, message, param="name", code="key_exists")
         case KeyFieldError():
             return BadRequest(str(error), error.field)
+        case KeysReadOnly():
+            return ApiError(409, str(error), code="keys_read_only")
         case KeysError():
             return ApiError(409, f"{error}; nothing was changed", code="not_saved")
         case PolicyNotActive():

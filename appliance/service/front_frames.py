@@ -24,6 +24,9 @@ Frames of one direction keep their order. A *call* is one HTTP request (or one l
     FetchImage(call)               ->
                                    <-  FetchedImage(call)
     TookImage                      ->  if there is a file
+    Forward(call)                  ->  of a model of another server
+                                   <-  Passed(call), piece by piece
+    TookPiece(call)                ->  after each but the last
     Leave(call)                    ->
 """
 
@@ -38,7 +41,7 @@ from appliance import framing
 from appliance.checkpoints.task import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 
 # --- from the core to a front end ----------------------------------------------------------------
@@ -80,6 +83,8 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it has some, or may have."""
     base: ModelName = ""
     """In a front end: the model that this one, which has an adapter, is computed with."""
+    remote: str = ""
+    """What another server calls it, which computes it; "": it is computed here."""
 
     @property
     def pools_tokens(self) -> bool:
@@ -191,6 +196,20 @@ class FetchedImage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     refused: str = ""
     busy: bool = False
     """Whether it is refused for others that are fetched: trying again later makes sense."""
+
+
+class Passed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A piece of what another server answers; the first one has the `status`. The next one comes
+    after `TookPiece`, unless this is the `last`. With `refused` there is none, or no more of it."""
+
+    call: int
+    status: int = 0
+    streams: bool = False
+    """Whether events follow, or one JSON body in pieces."""
+    data: bytes = b""
+    last: bool = False
+    headers: tuple[tuple[str, str], ...] = ()
+    refused: Refused | None = None
 
 
 class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -351,6 +370,37 @@ class TookImage(msgspec.Struct, frozen=True, tag=True):
     """The file of the last `FetchedImage` is read, whether its call wants it or not."""
 
 
+class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask another server, one request at a time for a call."""
+
+    call: int
+    model: ModelName
+    asked: ModelName
+    """What the client calls it, which its answer does, too."""
+    path: str
+    body: bytes
+    """As that server is to have it."""
+    streams: bool = False
+    wants_usage: bool = False
+    """Whether the client asked for the usage in a stream."""
+    prompt_tokens: int
+    """About so many, until the answer says how many."""
+    max_tokens: int
+    """Of each answer at most; 0: nothing is generated."""
+    choices: int = 1
+    guided: bool = False
+    """Whether it asks for a guide."""
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    headers: tuple[tuple[str, str], ...] = ()
+    """Those of ours that go along. None of them is the client's."""
+
+
+class TookPiece(msgspec.Struct, frozen=True, tag=True):
+    """The client has taken the piece of the last `Passed`, or the connection has room for it."""
+
+    call: int
+
+
 class Ran(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The answer to a line of a batch."""
 
@@ -399,6 +449,7 @@ Down: TypeAlias = (
     | Outputs
     | FoundResponse
     | FetchedImage
+    | Passed
     | Run
     | StopRun
     | Ping
@@ -417,6 +468,8 @@ Up: TypeAlias = (
     | FindResponse
     | FetchImage
     | TookImage
+    | Forward
+    | TookPiece
     | Leave
     | Ran
     | Pong

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -90,12 +90,17 @@ def report(
 def as_csv(by: Sequence[str], rows: Iterable[UsageRow]) -> str:
     """The same as CSV (RFC 4180), with a line of names first. Names that a spreadsheet would take
     for a formula have an apostrophe in front."""
+    return rows_as_csv(by, map(msgspec.structs.asdict, rows))
+
+
+def rows_as_csv(by: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """The same of rows by name."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow([*by, *MEASURES])
     for row in rows:
-        names = [_harmless(getattr(row, name)) for name in by]
-        writer.writerow([*names, *[getattr(row, name) for name in MEASURES]])
+        names = [_harmless(row[name]) for name in by]
+        writer.writerow([*names, *[row[name] for name in MEASURES]])
     return out.getvalue()
 
 

@@ -16,6 +16,10 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from appliance import framing
+from appliance.access.auth import KEYLESS, Access
+from appliance.gateway.accounts import Accounts
+from appliance.gateway.forwarding.forwards import Forwarding, Forwards
+from appliance.gateway.held_bodies import HeldBodies
 from appliance.platform.descriptors import receive_descriptors
 from appliance.service import front_frames
 from appliance.service.front_frames import (
@@ -28,6 +32,7 @@ from appliance.service.front_frames import (
     FetchedImage,
     FetchImage,
     FindResponse,
+    Forward,
     FoundResponse,
     FrontModel,
     Handover,
@@ -48,8 +53,10 @@ from appliance.service.front_frames import (
     StopRun,
     StreamBegun,
     Submit,
+    TookPiece,
     Welcome,
 )
+from appliance.service.remote_models import RemoteModels
 from appliance.vocabulary import FinishReason, ModelName, RequestId
 from tests.patience import PATIENCE_SECONDS
 
@@ -127,6 +134,9 @@ class StandInCore:
         """What ends the stream of a call, if the front end dies."""
         self.responses: dict[str, KeepResponse] = {}
         """What the front end stored, as it was last."""
+        self.forwards = Forwards(RemoteModels(), Access())
+        """Asks other servers, as the real core does."""
+        self._forwarding: dict[int, Forwarding] = {}
         self.frames: list[Any] = []
         self.keep_frames = True
         self.live: dict[RequestId, Live] = {}
@@ -358,8 +368,17 @@ class StandInCore:
             case FetchImage():
                 if (fetched := self.fetching(frame)) is not None:
                     self.send(fetched)
+            case Forward():
+                account = Accounts(Access()).open(KEYLESS)
+                self._forwarding[frame.call] = self.forwards.begin(
+                    frame, KEYLESS, account, HeldBodies(), self.send, lambda refused: None
+                )
+            case TookPiece():
+                self._forwarding[frame.call].took()
             case Leave():
                 self.calls.discard(frame.call)
+                if (forwarding := self._forwarding.pop(frame.call, None)) is not None:
+                    forwarding.stop()
                 for request, live in list(self.live.items()):
                     if live.submit.call == frame.call:
                         del self.live[request]

@@ -241,8 +241,8 @@ class _LastingKeys(KeyFile):
 
 
 class _LastingRing(KeyRing):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
         self.file = _LastingKeys(path)
 
 

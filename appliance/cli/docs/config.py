@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from appliance.config.schema import SchemaField, Section, choices, fields, plain_type, schema
+from appliance.config.schema import (
+    Remote,
+    SchemaField,
+    Section,
+    choices,
+    fields,
+    plain_type,
+    schema,
+)
 from appliance.units import toml
 
 
@@ -24,6 +32,8 @@ def generate_sample() -> str:
             else:
                 lines += [f"# {field.description}", f"{field.key} = {shown(field.sample)}"]
         lines += tables
+    lines += ["", f"# {_summary(Remote)}", "# [[model]]"]
+    lines += [f"# {one.key} = {shown(one.sample)}" for one in fields(Remote).values()]
     return "\n".join(lines) + "\n"
 
 
@@ -54,6 +64,7 @@ def generate_docs() -> str:
         for field in keys.values():
             if inner := _inner(field):
                 lines += ["", f"### `{field.key}`", "", _summary(inner), "", *_table(fields(inner))]
+    lines += ["", "## `[[model]]` with `remote`", "", _summary(Remote), "", *_table(fields(Remote))]
     return "\n".join(lines) + "\n"
 
 

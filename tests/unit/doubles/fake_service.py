@@ -29,6 +29,7 @@ from appliance.service.interface import (
     Sink,
     SubmitRequest,
 )
+from appliance.service.remote_models import RemoteModels
 from appliance.vocabulary import FinishReason, RequestId, SlabMap, SlabOwner, Task
 
 KV = KvShapeActivity(
@@ -135,6 +136,7 @@ class FakeService:
         """Models that front ends cannot serve."""
         self.catalogue = SimpleNamespace(on_change=None)
         """Which does not change."""
+        self.remotes = RemoteModels()
         self._cards = {
             name: ModelCard(
                 id=name,
