@@ -46,10 +46,18 @@ _MODEL_PATH: Final = "/v1/models/"
 class Front:
     """Answers clients of the fleet."""
 
-    def __init__(self, send: Send, ask_all: AskAll, most_body: int = MOST_BODY_BYTES) -> None:
+    def __init__(
+        self,
+        send: Send,
+        ask_all: AskAll,
+        most_body: int = MOST_BODY_BYTES,
+        left_out: frozenset[bytes] = frozenset(),
+    ) -> None:
         self._send = send
         self._ask_all = ask_all
         self._most_body = most_body
+        self._left_out = left_out
+        """Headers of answers that the server adds itself."""
 
     async def __call__(self, scope: Message, receive: Receive, reply: Reply) -> None:
         if scope["type"] == "lifespan":
@@ -60,7 +68,7 @@ class Front:
             await reply({"type": "websocket.close", "code": 1000})
 
     async def _http(self, scope: Message, receive: Receive, reply: Reply) -> None:
-        client = _Client(scope, reply)
+        client = _Client(scope, reply, self._left_out)
         try:
             body = await self._body(receive)
             await unless_hung_up(receive, self._answer(client, body))  # type: ignore[arg-type]
@@ -149,7 +157,7 @@ class Front:
 class _Client:
     """One request: what it asked, and its answer."""
 
-    def __init__(self, scope: Message, reply: Reply) -> None:
+    def __init__(self, scope: Message, reply: Reply, left_out: frozenset[bytes]) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: Headers = tuple((name, value) for name, value in scope["headers"])
@@ -157,6 +165,7 @@ class _Client:
         raw = scope.get("raw_path") or self.path.encode()
         self.target: bytes = raw.partition(b"?")[0] + (b"?" + query if query else b"")
         self._reply = reply
+        self._left_out = left_out
 
     def header(self, name: bytes) -> bytes:
         """Its value; empty without one."""
@@ -213,7 +222,8 @@ class _Client:
         return None
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        await self._reply({"type": "http.response.start", "status": status, "headers": headers})
+        kept = [row for row in headers if row[0] not in self._left_out]
+        await self._reply({"type": "http.response.start", "status": status, "headers": kept})
 
     async def _bytes(self, body: bytes) -> None:
         await self._reply({"type": "http.response.body", "body": body, "more_body": True})

@@ -41,6 +41,8 @@ _GRACE_SECONDS: Final = 600.0
 _ASK_SECONDS: Final = 5.0
 _UNANSWERED_SECONDS: Final = 5.0
 """After so long without a head a front looks whether there are boxes at all."""
+_OF_SERVE: Final = frozenset({b"x-request-id"})
+"""Serve gives the client's id on, or makes one, and adds it to the answer."""
 _GONE: Final = (RayError, RayServeException)
 
 
@@ -89,7 +91,7 @@ class Fronts:
         self._boxes_run = True
 
     def __serve_build_asgi_app__(self) -> Front:
-        return Front(self._send, self._ask_all, self._most_body)
+        return Front(self._send, self._ask_all, self._most_body, _OF_SERVE)
 
     async def _send(self, hint: Hint, call: Call) -> AsyncGenerator[Item, None]:
         response = self._streams.forward.remote(hint, call)
