@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable
+from contextlib import aclosing, suppress
 from typing import Any, Final
 
 import httpcore
@@ -28,6 +29,8 @@ _KEEP_ALIVE_SECONDS: Final = 4.0
 """A second less than a daemon keeps a connection that is not used."""
 _NOT_SENT: Final = (httpcore.ConnectError, httpcore.ConnectTimeout, httpcore.PoolTimeout)
 _MOST_ERROR_BYTES: Final = 200
+_AHEAD_BYTES: Final = 1 << 20
+"""So much of an answer is read before it is given on."""
 
 
 class BoxProxy:
@@ -67,8 +70,9 @@ class BoxProxy:
                     status=response.status,
                     headers=answer_headers(tuple(response.headers)),
                 )
-                async for chunk in response.aiter_stream():
-                    yield chunk
+                async with aclosing(_as_they_come(response.aiter_stream())) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
         except _NOT_SENT as error:
             yield Failed(box=self.name, reason=f"no daemon answers ({error})", taken=taken)
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
@@ -129,3 +133,41 @@ class BoxProxy:
             "content": call.body,
             "extensions": {"timeout": timeouts},
         }
+
+
+async def _as_they_come(stream: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """The bytes of a stream at once, in as few pieces as that allows: what has come while the last
+    piece was given on is one piece. Each costs two ways through the cluster."""
+    arrived, room, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    ahead = bytearray()
+
+    async def read() -> None:
+        try:
+            async for chunk in stream:
+                ahead.extend(chunk)
+                arrived.set()
+                if len(ahead) >= _AHEAD_BYTES:
+                    room.clear()
+                    await room.wait()
+        finally:
+            over.set()
+            arrived.set()
+
+    reading = asyncio.create_task(read())
+    try:
+        while True:
+            if ahead:
+                piece = bytes(ahead)
+                ahead.clear()
+                room.set()
+                yield piece
+            elif over.is_set():
+                break
+            else:
+                await arrived.wait()
+                arrived.clear()
+        await reading
+    finally:
+        reading.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await reading

@@ -30,7 +30,7 @@ from tests.patience import PATIENCE_SECONDS, until
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("APPLIANCE_PYTHON", ROOT / ".venv/bin/python"))
 """The environment with the engine."""
-MODELS = ("llama-a", "llama-b", "qwen2-a", "qwen2-b", "qwen3-a", "qwen3-b")
+MODELS = ("llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a")
 CATALOGUES = {"a": MODELS[:4], "b": MODELS[2:], "c": MODELS[4:] + MODELS[:2]}
 """Each model is on two of three boxes."""
 SMALL: dict[str, Any] = {
