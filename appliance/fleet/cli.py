@@ -20,7 +20,7 @@ from appliance.client import DEFAULT_URL, check_address, fail, own_key
 from appliance.errors import FleetError
 from appliance.fleet.endpoints import Box, Endpoints, Polled, read_boxes
 from appliance.fleet.ranking import ROUTERS
-from appliance.fleet.ray_serve.node import Node
+from appliance.fleet.ray_serve.node import Node, use_token
 from appliance.fleet.ray_serve.settings import RAY_PORT, FleetSettings
 from appliance.fleet.status import all_take, rows, table
 from appliance.platform.durable import replace, sync_replaced
@@ -134,7 +134,7 @@ def serve(
 ) -> None:  # fmt: skip
     """Put the daemon of this machine into a fleet on Ray Serve, as its head or joining one.
 
-    The daemon runs beside it, as its service. Boxes with keys want one with the scope observe, in
+    The daemon stays a service of its own. Boxes with keys want one with the scope observe, in
     $APPLIANCE_API_KEY. Needs `pip install appliance[ray]`.
     """
     check_address(box)
@@ -145,6 +145,10 @@ def serve(
         fail(f"--bind: {bind!r} is no address: give HOST:PORT", 2)
     if importlib.util.find_spec("ray") is None:
         fail("Ray is not installed here: pip install 'appliance[ray]'")
+    try:
+        use_token(os.environ, Path.home(), make=not join)
+    except FleetError as error:
+        fail(str(error))
     from appliance.fleet.ray_serve.run import Listen, run  # Ray is there
 
     node = Node(

@@ -2,7 +2,7 @@
 
 An ASGI application without a framework. It knows no box: `Send` chooses one and `AskAll` asks all.
 A request goes to another box only if the first has refused it (429, 503) or could not be reached.
-One that a box has read is never sent again: if its answer breaks off, the client is told so. A
+One that a box has read is never sent again: if its answer breaks off, the client gets an error. A
 request that ends a daemon would otherwise end all of them.
 """
 
@@ -230,7 +230,7 @@ class _Client:
 
 
 def _broken(failed: Failed) -> ApiError:
-    """What a client is told of an answer that is not whole."""
+    """What a client gets for an answer that is not whole."""
     where = f"box {failed.box}" if failed.box else "a box"
     return ApiError(
         502, f"{where} had begun the request and gave no whole answer: {failed.reason}; "

@@ -1,14 +1,17 @@
-"""A node of the Ray cluster as a process: how it is started, and what it is told of its box."""
+"""A node of the Ray cluster as a process: how it is started, and what it knows of its box."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Final
 
+from appliance.errors import FleetError
 from appliance.fleet.ray_serve.settings import (
     BOX_KEY,
     BOX_NAME,
@@ -23,8 +26,36 @@ OBJECT_STORE_BYTES: Final = 100 << 20
 END_SECONDS: Final = 60.0
 """Ray itself takes up to 30 to drain a node."""
 _CPUS: Final = 2
-"""What Ray is told; nothing that runs here asks for one."""
+"""As Ray counts them; nothing that runs here asks for one."""
 _MANY: Final = "1000000"
+
+
+TOKEN_FILE: Final = Path(".ray", "auth_token")
+"""Below the user's home, where Ray looks for it."""
+
+
+def use_token(environment: MutableMapping[str, str], home: Path, *, make: bool) -> None:
+    """Let Ray, in this process and those it starts, talk only to those that have the fleet's token.
+    Has to come before Ray is imported. Without a token Ray would run the code of anything that
+    reaches its ports. With `make`, make one if there is none. Raises `FleetError`."""
+    environment["RAY_AUTH_MODE"] = "token"
+    file = home / TOKEN_FILE
+    if environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    if file.exists():
+        return
+    if not make:
+        raise FleetError(
+            f"{file}: there is no token to join with: copy this file from the head's user, or set "
+            "$RAY_AUTH_TOKEN_PATH"
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+            stream.write(secrets.token_hex(32))
+    except OSError as error:
+        raise FleetError(f"{file}: no token can be written: {error.strerror}") from error
 
 
 class Node(Word, frozen=True, kw_only=True):

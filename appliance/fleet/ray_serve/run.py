@@ -28,7 +28,7 @@ class Listen(NamedTuple):
 
 
 def run(node: Node, key: str | None, settings: FleetSettings, listen: Listen) -> None:
-    """Until it is told to end, or Ray ends."""
+    """Until a signal comes, or Ray ends."""
     process = node.start(key)
     try:
         signal.signal(signal.SIGTERM, _interrupt)
@@ -53,12 +53,13 @@ def _lead(
     """Run the application on the nodes that there are, and follow them as they come and go."""
     _connect(process, address)
     serve.start(proxy_location="EveryNode", http_options={"host": listen.host, "port": listen.port})
-    told = (-1, -1)
+    deployed = (-1, -1)
     while process.poll() is None:
         nodes = tuple(map(application.nodes_with, (BOX_RESOURCE, FRONT_RESOURCE)))
-        if nodes != told:
-            told = application.deploy(settings)
-            click.echo(f"the fleet has {told[0]} box(es), and {told[1]} node(s) that listen")
+        if nodes != deployed:
+            deployed = application.deploy(settings)
+            boxes, fronts = deployed
+            click.echo(f"the fleet has {boxes} box(es), and {fronts} node(s) that listen")
         time.sleep(_LOOK_SECONDS)
 
 

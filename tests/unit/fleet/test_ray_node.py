@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from appliance.cli.main import cli
-from appliance.fleet.ray_serve.node import Node
+from appliance.errors import FleetError
+from appliance.fleet.ray_serve.node import TOKEN_FILE, Node, use_token
 from appliance.fleet.ray_serve.settings import (
     BOX_KEY,
     BOX_NAME,
@@ -56,6 +58,34 @@ def test_the_key_is_in_the_environment_alone() -> None:
     assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
     assert not any("sk-secret" in word for word in node.command())
     assert BOX_KEY not in Node(port=6379).environment({}, "sk-secret")
+
+
+def test_the_head_makes_a_token_once(tmp_path: Path) -> None:
+    """Only its user can read it, and a node without one does not join."""
+    environment: dict[str, str] = {}
+    with pytest.raises(FleetError, match=r"copy this file from the head's user"):
+        use_token(environment, tmp_path, make=False)
+
+    use_token(environment, tmp_path, make=True)
+    file = tmp_path / TOKEN_FILE
+    token = file.read_text()
+    assert len(token) == 64
+    assert file.stat().st_mode & 0o777 == 0o600
+    use_token(environment, tmp_path, make=True)
+    use_token(environment, tmp_path, make=False)
+    assert file.read_text() == token
+    assert environment == {"RAY_AUTH_MODE": "token"}
+
+
+def test_a_token_in_the_environment_will_do(tmp_path: Path) -> None:
+    use_token({"RAY_AUTH_TOKEN": "t"}, tmp_path, make=True)
+    assert not (tmp_path / TOKEN_FILE).exists()
+
+
+def test_a_token_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / ".ray").write_text("in the way")
+    with pytest.raises(FleetError, match="no token can be written"):
+        use_token({}, tmp_path, make=True)
 
 
 @pytest.mark.parametrize(
