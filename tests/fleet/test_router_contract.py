@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import ray
+from ray.serve._private.controller import ServeController
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -44,4 +45,7 @@ def test_the_configuration_has_its_fields() -> None:
         "request_routing_stats_period_s",
         "request_routing_stats_timeout_s",
     } <= set(RequestRouterConfig.model_fields)
+    assert {"deployment_id", "target_num_replicas"} <= set(
+        parameters(ServeController.update_deployment_replicas)
+    )
     assert {"broadcast", "options"} <= set(dir(DeploymentHandle))

@@ -12,6 +12,8 @@ from typing import Any, Final
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -38,6 +40,7 @@ _ENDLESSLY: Final = 1_000_000_000
 """A box may be away for long."""
 _GRACE_SECONDS: Final = 600.0
 """For what a proxy has begun, when it is to end."""
+_MOST_AT_A_FRONT: Final = 1 << 16
 _ASK_SECONDS: Final = 5.0
 _UNANSWERED_SECONDS: Final = 5.0
 """After so long without a head a front looks whether there are boxes at all."""
@@ -143,8 +146,8 @@ def nodes_with(resource: str) -> int:
 
 
 def deploy(settings: FleetSettings) -> tuple[int, int]:
-    """Run the application, or change it, for the nodes that there are; returns the numbers of
-    boxes and of fronts. Needs a connection to the cluster. Blocks until it is accepted."""
+    """Run the application anew for the nodes that there are; returns the numbers of boxes and of
+    fronts. Needs a connection to the cluster. Blocks until it is accepted."""
     boxes, fronts = nodes_with(BOX_RESOURCE), nodes_with(FRONT_RESOURCE)
     quiet = {"enable_access_log": False}
     box = serve.deployment(
@@ -169,13 +172,27 @@ def deploy(settings: FleetSettings) -> tuple[int, int]:
         Fronts,
         name=Fronts.__name__,
         num_replicas=max(1, fronts),
-        max_ongoing_requests=settings.max_queue * max(1, boxes),
+        max_ongoing_requests=_MOST_AT_A_FRONT,
         ray_actor_options={"num_cpus": 0, "resources": {FRONT_RESOURCE: 1}},
         graceful_shutdown_timeout_s=_GRACE_SECONDS,
         logging_config=quiet,
     )
     target = serve.RunTarget(
-        target=front.bind(box.bind(), settings.most_body), name=APPLICATION, route_prefix="/"
+        target=front.bind(box.bind(), settings.most_body),
+        name=APPLICATION,
+        route_prefix="/",
+        external_scaler_enabled=True,
     )
     serve.run_many([target], wait_for_applications_running=False)
+    return boxes, fronts
+
+
+def scale() -> tuple[int, int]:
+    """Give every node its processes, as nodes come and go; returns the numbers as `deploy` does. To
+    deploy again would replace all proxies, and end their streams. Blocks until it is accepted."""
+    boxes, fronts = nodes_with(BOX_RESOURCE), nodes_with(FRONT_RESOURCE)
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    for name, count in ((Box.__name__, boxes), (Fronts.__name__, fronts)):
+        wanted = DeploymentID(name=name, app_name=APPLICATION)
+        ray.get(controller.update_deployment_replicas.remote(wanted, max(1, count)))
     return boxes, fronts

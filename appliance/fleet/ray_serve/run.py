@@ -57,7 +57,8 @@ def _lead(
     while process.poll() is None:
         nodes = tuple(map(application.nodes_with, (BOX_RESOURCE, FRONT_RESOURCE)))
         if nodes != deployed:
-            deployed = application.deploy(settings)
+            first = deployed == (-1, -1)
+            deployed = application.deploy(settings) if first else application.scale()
             boxes, fronts = deployed
             click.echo(f"the fleet has {boxes} box(es), and {fronts} node(s) that listen")
         time.sleep(_LOOK_SECONDS)
