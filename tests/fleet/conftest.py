@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -75,8 +76,17 @@ class BoxProcess:
         assert said, f"the daemon of box {self.name} did not start"
         self.pid = int(said)
 
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+    def drain(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Gone when this returns: a process takes connections until the kernel has ended it."""
+        os.kill(self.pid, signal.SIGKILL)
+        until(lambda: not self.listens())
+
+    def listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def end(self) -> None:
         if self.process is not None and self.process.stdin is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -136,11 +135,18 @@ async def test_a_box_goes_in_the_middle(fleet: Fleet, what: str) -> None:
     known = await expected(fleet, asked)
     box = fleet.boxes["a"]
     events = {
-        "drained": lambda: box.signal(signal.SIGTERM),
-        "daemon killed": lambda: box.signal(signal.SIGKILL),
+        "drained": box.drain,
+        "daemon killed": box.kill,
         "node killed": lambda: fleet.kill_node("a"),
     }
     before, after = await load(fleet, asked, events[what])
+    if what == "node killed":
+        fleet.add_node("a")
+    else:
+        box.end()
+        box.start()
+        await asyncio.to_thread(box.ready)
+    await asyncio.to_thread(fleet.complete)
 
     lost = [o for o in before if o.text is None]
     print(f"\n{what}: of {len(before)} that had begun, {len(lost)} broke off")
@@ -152,13 +158,6 @@ async def test_a_box_goes_in_the_middle(fleet: Fleet, what: str) -> None:
     if what == "drained":
         assert lost == []
 
-    if what == "node killed":
-        fleet.add_node("a")
-    else:
-        box.end()
-        box.start()
-        await asyncio.to_thread(box.ready)
-    await asyncio.to_thread(fleet.complete)
     outcomes, _ = await load(fleet, asked)
     assert [o.error for o in outcomes if o.text is None] == []
     assert box.name in {o.box for o in outcomes}
