@@ -145,7 +145,7 @@ async def ask(client: httpx.AsyncClient, question: Question) -> Outcome:
     pieces: list[str] = []
     try:
         async with client.stream(
-            "POST", dialect.path, json=dialect.body(question), headers={"x-slo": "interactive"}
+            "POST", dialect.path, json=dialect.body(question), headers={"x-slo": "ttft=10s"}
         ) as answer:
             outcome.box = answer.headers.get("x-appliance-box", "")
             if answer.status_code != 200 or not dialect.streamed:
