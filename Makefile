@@ -15,7 +15,7 @@ COVERED := tests/unit/scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-thorough test-deb test-top test-autopilot test-gpu gpu-lease gpu-dry test-clients fuzz chaos docs pins lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-thorough test-deb test-top test-autopilot test-gpu gpu-lease gpu-dry test-clients test-fleet fuzz chaos docs pins lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -143,6 +143,18 @@ build/clients-js/.made: tests/clients/package.json tests/clients/package-lock.js
 	cp $^ $(@D)
 	npm ci --prefix $(@D) --silent --no-audit --no-fund
 	@touch $@
+
+FLEET := build/fleet
+
+$(FLEET)/.made: requirements/fleet.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq $(PINNED) -r $<
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-fleet: $(VENV)/.appliance $(FLEET)/.made ## Three daemons and three Ray nodes; fetches 150 MB once; not part of `make test`
+	$(FLEET)/bin/python -m pytest -c tests/fleet/pytest.ini --rootdir . \
+		--confcutdir tests/fleet tests/fleet
 
 fuzz: $(VENV)/.dev ## Requests made from the OpenAPI document, then spoilt ones, 10 minutes of each
 	$(BIN)/python -m tests.fuzz.by_document --seconds 600

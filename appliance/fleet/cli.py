@@ -1,21 +1,29 @@
-"""`appliance fleet endpoints`: asks boxes, and writes the file of those that take requests."""
+"""`appliance fleet`: which boxes take requests, as a file and as a table, and the front of them."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import click
 import httpx
+from rich.console import Console
 
-from appliance.client import fail, own_key
+from appliance.client import DEFAULT_URL, check_address, fail, own_key
 from appliance.errors import FleetError
 from appliance.fleet.endpoints import Box, Endpoints, Polled, read_boxes
 from appliance.fleet.plan_cli import apply_command, plan
+from appliance.fleet.ranking import ROUTERS
+from appliance.fleet.ray_serve.node import Node, use_token
+from appliance.fleet.ray_serve.settings import RAY_PORT, FleetSettings
+from appliance.fleet.status import all_take, rows, table
 from appliance.platform.durable import replace, sync_replaced
 
 POLL_SECONDS: Final = 2.0
@@ -23,6 +31,18 @@ POLL_SECONDS: Final = 2.0
 _READABLE: Final = 0o644
 """The picker may be another user."""
 _MOST_AT_ONCE: Final = 64
+_WIDE: Final = 1000
+"""Columns of a table that no terminal shows."""
+
+FC = TypeVar("FC", bound=Callable[..., Any])
+
+
+def boxes_option(command: FC) -> FC:
+    """`--box`, once for each."""
+    return click.option(
+        "--box", "boxes", multiple=True, required=True, metavar="NAME=URL",
+        help="A box: http://ADDRESS:PORT, with an IPv4 address. Give one for each.",
+    )(command)  # fmt: skip
 
 
 @click.group()
@@ -36,10 +56,7 @@ fleet.add_command(apply_command)
 
 @fleet.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option(
-    "--box", "boxes", multiple=True, required=True, metavar="NAME=URL",
-    help="A box: http://ADDRESS:PORT, with an IPv4 address. Give one for each.",
-)  # fmt: skip
+@boxes_option
 @click.option("--once", is_flag=True, help="Ask the boxes once, write FILE and end.")
 @click.option(
     "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
@@ -51,17 +68,9 @@ def endpoints(file: Path, boxes: tuple[str, ...], once: bool, interval: float) -
     A box that drains, or is not ready, is out at once, one that does not answer after two rounds.
     Boxes with keys want one with the scope observe, in $APPLIANCE_API_KEY.
     """
-    try:
-        known = read_boxes(boxes)
-    except FleetError as error:
-        fail(str(error), 2)
-    key = own_key()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    known = _known(boxes)
     state, written = Endpoints(known), b""
-    with (
-        httpx.Client(headers=headers, timeout=POLL_SECONDS) as client,
-        ThreadPoolExecutor(min(_MOST_AT_ONCE, len(known))) as threads,
-    ):
+    with _client() as client, ThreadPoolExecutor(min(_MOST_AT_ONCE, len(known))) as threads:
         while True:
             try:
                 lines = state.polled(_round(client, threads, known))
@@ -75,6 +84,101 @@ def endpoints(file: Path, boxes: tuple[str, ...], once: bool, interval: float) -
             if once:
                 return
             time.sleep(interval)
+
+
+@fleet.command()
+@boxes_option
+def status(boxes: tuple[str, ...]) -> None:
+    """Show what each box has on its devices and how busy it is.
+
+    Ends with status 1 unless all of them take requests. Boxes with keys want one with the scope
+    observe, in $APPLIANCE_API_KEY.
+    """
+    known = _known(boxes)
+    with _client() as client, ThreadPoolExecutor(min(_MOST_AT_ONCE, len(known))) as threads:
+        answers = _round(client, threads, known)
+    try:
+        lines = rows(known, answers)
+    except FleetError as error:
+        fail(str(error))
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console.print(table(lines))
+    if not all_take(known, answers):
+        raise SystemExit(1)
+
+
+@fleet.command()
+@click.option(
+    "--box", default=DEFAULT_URL, show_default=True, metavar="URL",
+    help="Where the daemon of this machine listens.",
+)  # fmt: skip
+@click.option("--no-box", is_flag=True, help="There is no daemon on this machine.")
+@click.option("--name", help="Name of the box.", show_default="the machine's name")
+@click.option("--join", default="", metavar="HOST:PORT", help="Join the fleet of this head.")
+@click.option(
+    "--ray-port", type=click.IntRange(1, 65535), default=RAY_PORT, show_default=True,
+    help="Of the head: where nodes join.",
+)  # fmt: skip
+@click.option("--address", default="", help="Address of this machine for the other nodes.")
+@click.option(
+    "--bind", default="0.0.0.0:8080", show_default=True, metavar="HOST:PORT",
+    help="Of the head: where clients find each node.",
+)  # fmt: skip
+@click.option("--no-front", is_flag=True, help="Clients do not talk to this node.")
+@click.option(
+    "--policy", type=click.Choice(sorted(ROUTERS)), default=FleetSettings().policy,
+    show_default=True, help="Of the head: how a box is chosen.",
+)  # fmt: skip
+@click.option(
+    "--max-queue", type=click.IntRange(min=1), default=FleetSettings().max_queue,
+    show_default=True, help="Of the head: at least what api.max_queue of every box is.",
+)  # fmt: skip
+def serve(
+    box: str, no_box: bool, name: str | None, join: str, ray_port: int, address: str,
+    bind: str, no_front: bool, policy: str, max_queue: int,
+) -> None:  # fmt: skip
+    """Put the daemon of this machine into a fleet on Ray Serve, as its head or joining one.
+
+    The daemon stays a service of its own. Boxes with keys want one with the scope observe, in
+    $APPLIANCE_API_KEY. Needs `pip install appliance[ray]`.
+    """
+    check_address(box)
+    if not box.startswith("http://"):
+        fail(f"--box: {box!r}: a fleet reaches its boxes by http://HOST:PORT", 2)
+    host, _, port = bind.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        fail(f"--bind: {bind!r} is no address: give HOST:PORT", 2)
+    if importlib.util.find_spec("ray") is None:
+        fail("Ray is not installed here: pip install 'appliance[ray]'")
+    try:
+        use_token(os.environ, Path.home(), make=not join)
+    except FleetError as error:
+        fail(str(error))
+    from appliance.fleet.ray_serve.run import Listen, run  # Ray is there
+
+    node = Node(
+        join=join,
+        port=ray_port,
+        address=address,
+        box_name=name or socket.gethostname(),
+        box_url="" if no_box else box,
+        front=not no_front,
+    )
+    settings = FleetSettings(policy=policy, max_queue=max_queue)
+    run(node, own_key(), settings, Listen(host.strip("[]"), int(port)))
+
+
+def _known(texts: Sequence[str]) -> tuple[Box, ...]:
+    try:
+        return read_boxes(texts)
+    except FleetError as error:
+        fail(str(error), 2)
+
+
+def _client() -> httpx.Client:
+    key = own_key()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(headers=headers, timeout=POLL_SECONDS)
 
 
 def _round(

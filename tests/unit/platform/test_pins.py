@@ -128,6 +128,7 @@ def test_the_bill_lists_every_pin(pins: ModuleType, sbom: ModuleType) -> None:
         *("aider.txt", "clients.txt", "dev.txt", "openwebui.txt"),  # tests
         *("docs.txt", "pins.txt"),  # tools
         "gpu-dry.txt",  # tests
+        "fleet.txt",  # tests, and an environment of its own for a fleet
         "gpu-cuda12.txt",  # added by hand to an engine that the package does not install
     }
     assert set(sbom.LISTS) == engines

@@ -1,0 +1,182 @@
+"""Three boxes with overlapping catalogues, and a Ray cluster with a node for each and a head."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+import httpx
+import pytest
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from appliance.demo.run import free_port, metrics_by_model
+from appliance.fleet.ray_serve.application import APPLICATION, boxes_running, deploy
+from appliance.fleet.ray_serve.settings import (
+    BOX_NAME,
+    BOX_RESOURCE,
+    BOX_URL,
+    FRONT_RESOURCE,
+    FleetSettings,
+)
+from tests.patience import PATIENCE_SECONDS, until
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("APPLIANCE_PYTHON", ROOT / ".venv/bin/python"))
+"""The environment with the engine."""
+MODELS = ("llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a")
+CATALOGUES = {"a": MODELS[:4], "b": MODELS[2:], "c": MODELS[4:] + MODELS[:2]}
+"""Each model is on two of three boxes."""
+SMALL: dict[str, Any] = {
+    "object_store_memory": 80 << 20,
+    "include_dashboard": False,
+    "num_cpus": 1,
+}
+
+
+@dataclass
+class BoxProcess:
+    """A daemon, and what started it."""
+
+    name: str
+    port: int
+    folder: Path
+    process: subprocess.Popen[str] | None = None
+    pid: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Begin; `ready` waits for it."""
+        self.folder.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [
+                *(PYTHON, "-m", "tests.fleet.daemon", self.folder.parent / f"models-{self.name}"),
+                *(self.folder, str(self.port), *CATALOGUES[self.name]),
+            ],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def ready(self) -> None:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().strip()
+        assert said, f"the daemon of box {self.name} did not start"
+        self.pid = int(said)
+
+    def drain(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Gone when this returns: a process takes connections until the kernel has ended it."""
+        os.kill(self.pid, signal.SIGKILL)
+        until(lambda: not self.listens())
+
+    def listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def end(self) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+            self.process.wait(PATIENCE_SECONDS)
+
+    def switches(self) -> float:
+        """How often a model's weights came to the device so far."""
+        rows = metrics_by_model(self.url)
+        return sum(n for (name, _), n in rows.items() if name == "appliance_switches_total")
+
+
+@dataclass
+class Fleet:
+    """Boxes, nodes and the address of the front."""
+
+    boxes: dict[str, BoxProcess]
+    cluster: Any
+    url: str
+    nodes: dict[str, Any] = field(default_factory=dict)
+
+    def add_node(self, name: str) -> None:
+        self.nodes[name] = self.cluster.add_node(
+            **SMALL,
+            resources={BOX_RESOURCE: 1},
+            env_vars={BOX_NAME: name, BOX_URL: self.boxes[name].url},
+        )
+
+    def kill_node(self, name: str) -> None:
+        """As if its machine lost power: nothing of Ray on it ends in order."""
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+
+    def deploy(self, policy: str) -> None:
+        """The application anew, and every box in it."""
+        serve.delete(APPLICATION)
+        deploy(FleetSettings(policy=policy))
+        self.complete()
+
+    def complete(self) -> None:
+        """Wait until every box takes requests."""
+        until(lambda: boxes_running() == len(self.nodes))
+        until(lambda: self.known() == sorted(self.boxes))
+
+    def known(self) -> list[str]:
+        """Boxes that answer through the fleet and are not draining."""
+        rows = httpx.get(f"{self.url}/api/fleet", timeout=60).json().get("boxes", [])
+        return [row["box"] for row in rows if row["load"] and not row["load"]["draining"]]
+
+    def client(self, url: str = "") -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=url or self.url, timeout=PATIENCE_SECONDS, limits=limits)
+
+    def holder(self, model: str) -> BoxProcess:
+        """A box that has it."""
+        return next(self.boxes[name] for name, has in CATALOGUES.items() if model in has)
+
+
+@pytest.fixture(scope="session")
+def boxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, BoxProcess]]:
+    folder = tmp_path_factory.mktemp("boxes")
+    made = {name: BoxProcess(name, free_port(), folder / name) for name in CATALOGUES}
+    try:
+        for box in made.values():
+            box.start()
+        for box in made.values():
+            box.ready()
+        yield made
+    finally:
+        for box in made.values():
+            box.end()
+
+
+@pytest.fixture(scope="session")
+def fleet(boxes: dict[str, BoxProcess]) -> Iterator[Fleet]:
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args=SMALL | {"resources": {FRONT_RESOURCE: 1}},
+    )
+    port = free_port()
+    made = Fleet(boxes, cluster, f"http://127.0.0.1:{port}")
+    try:
+        for name in boxes:
+            made.add_node(name)
+        ray.init(address=cluster.address, log_to_driver=False)
+        http = {"host": "127.0.0.1", "port": port}
+        serve.start(proxy_location="HeadOnly", http_options=http)
+        deploy(FleetSettings())
+        made.complete()
+        yield made
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

@@ -1,0 +1,218 @@
+"""The front of a fleet over real connections: what goes on, what is tried again, what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from tests.unit.fleet.served_boxes import EVENTS, LINES, ScriptedBox, fleet_of
+
+CHAT = {"model": "small", "messages": [{"role": "user", "content": "hello"}]}
+PATH = "/v1/chat/completions"
+
+
+async def test_a_request_goes_to_the_box_that_has_its_model_on_a_device() -> None:
+    """With its query, body and headers, and its answer has the box's own headers."""
+    far, near = ScriptedBox(), ScriptedBox(resident=("small",))
+    near.headers.append((b"x-request-id", b"mine"))
+    sent = {
+        "authorization": "Bearer sk-1",
+        "x-slo": "interactive",
+        "x-request-id": "mine",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "connection": "x-hop",
+        "x-hop": "not mine",
+    }
+    async with fleet_of({"far": far, "near": near}) as (client, _):
+        answer = await client.post(f"{PATH}?beta=true", json=CHAT, headers=sent)
+
+    assert answer.status_code == 200
+    assert answer.json() == {"said": "it"}
+    assert answer.headers["x-appliance-box"] == "near"
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    assert json.loads(near.bodies[0]) == CHAT
+    assert (near.asked[0]["path"], near.asked[0]["query_string"]) == (PATH, b"beta=true")
+    for name in ("authorization", "x-slo", "x-request-id", "traceparent"):
+        assert near.header(name.encode()) == sent[name].encode()
+    assert near.header(b"x-hop") is None
+    assert not far.asked
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_refused_request_goes_to_another_box(status: int) -> None:
+    refuses, takes = ScriptedBox(status=status, resident=("small",)), ScriptedBox()
+    async with fleet_of({"refuses": refuses, "takes": takes, "gone": None}) as (client, fleet):
+        answer = await client.post(PATH, json=CHAT)
+
+    assert answer.status_code == 200
+    assert fleet.sent == ["refuses", "takes"]
+
+
+async def test_if_all_refuse_the_client_gets_a_box_own_refusal() -> None:
+    """With its Retry-After; a box without the model is not asked, which would answer 404."""
+    full = ScriptedBox(status=429, chunks=(b'{"error": "full"}',))
+    full.headers.append((b"retry-after", b"7"))
+    other = ScriptedBox(models=("other",), status=404)
+    async with fleet_of({"full": full, "other": other}) as (client, _):
+        answer = await client.post(PATH, json=CHAT)
+
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+    assert answer.json() == {"error": "full"}
+    assert not other.asked
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 502])
+async def test_other_errors_are_not_tried_again(status: int) -> None:
+    boxes = [ScriptedBox(status=status), ScriptedBox(status=status)]
+    async with fleet_of({"a": boxes[0], "b": boxes[1]}) as (client, fleet):
+        answer = await client.post(PATH, json=CHAT)
+
+    assert answer.status_code == status
+    assert len(fleet.sent) == 1
+
+
+async def test_a_box_that_died_since_it_was_asked_is_left_out() -> None:
+    """It was never reached, so the request may go elsewhere."""
+    near, far = ScriptedBox(resident=("small",)), ScriptedBox()
+    async with fleet_of({"near": near, "far": far}) as (client, fleet):
+        fleet.move("near", 9)
+        answer = await client.post(PATH, json=CHAT)
+
+    assert answer.status_code == 200
+    assert fleet.sent == ["near", "far"]
+
+
+async def test_no_box_is_said_in_the_words_of_the_dialect() -> None:
+    async with fleet_of({"gone": None}) as (client, _):
+        openai = await client.post(PATH, json=CHAT)
+        anthropic = await client.post("/v1/messages", json=CHAT)
+        ollama = await client.post("/api/chat", json=CHAT)
+        models = await client.get("/v1/models")
+
+    for answer in (openai, anthropic, ollama, models):
+        assert answer.status_code == 503
+    assert openai.headers["retry-after"] == "1"
+    assert openai.json()["error"]["code"] == "no_box"
+    assert anthropic.json()["error"]["type"] == "overloaded_error"
+    assert "no box of the fleet" in ollama.json()["error"]
+
+
+async def test_bytes_come_before_the_answer_ends() -> None:
+    """The second event is made only after the client has seen the first."""
+    box = ScriptedBox(
+        headers=EVENTS, chunks=(b"data: 1\n\n", b"data: 2\n\n"), waits=asyncio.Event()
+    )
+    async with fleet_of({"box": box}) as (client, _):
+        async with client.stream("POST", PATH, json=CHAT) as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == b"data: 1\n\n"
+            assert box.waits is not None
+            box.waits.set()
+            assert b"".join([chunk async for chunk in chunks]) == b"data: 2\n\n"
+
+
+async def test_a_client_that_hangs_up_is_gone_for_the_box() -> None:
+    box = ScriptedBox(
+        headers=EVENTS, chunks=(b"data: 1\n\n", b"data: 2\n\n"), waits=asyncio.Event()
+    )
+    async with fleet_of({"box": box}) as (client, _):
+        async with client.stream("POST", PATH, json=CHAT) as answer:
+            await anext(answer.aiter_raw())
+        async with asyncio.timeout(60):
+            await box.hung_up.wait()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "begun", "ends"),
+    [
+        (PATH, EVENTS, b"data: 1\n\n", b"data: [DONE]\n\n"),
+        ("/v1/messages", EVENTS, b"event: x\ndata: 1\n\n", b'"request_id":""}\n\n'),
+        ("/api/chat", LINES, b'{"done":fal', b"}\n"),
+    ],
+)
+async def test_a_stream_that_breaks_off_ends_with_an_error(
+    path: str, headers: list[tuple[bytes, bytes]], begun: bytes, ends: bytes
+) -> None:
+    """It is not tried again: the client has a part of it."""
+    boxes = {name: ScriptedBox(headers=headers, chunks=(begun,), breaks=True) for name in "ab"}
+    async with fleet_of(boxes) as (client, fleet):
+        answer = await client.post(path, json=CHAT)
+
+    assert len(fleet.sent) == 1
+    assert answer.content.startswith(begun)
+    assert answer.content.endswith(ends)
+    said = answer.content.removeprefix(begun).decode()
+    assert f"box {fleet.sent[0]} had begun the request and gave no whole answer" in said
+    if path == "/api/chat":
+        assert "error" in json.loads(said.strip())
+
+
+async def test_an_answer_that_is_no_stream_is_cut_off() -> None:
+    """Its format has no place for an error: the connection ends, and the client notices."""
+    box = ScriptedBox(breaks=True)
+    async with fleet_of({"box": box}) as (client, _):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(PATH, json=CHAT)
+
+
+async def test_a_box_that_breaks_off_before_it_answers_is_not_asked_again() -> None:
+    """It may be the request that ended it, and would end the next one."""
+
+    async def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(hangs_up, "127.0.0.1", 0)
+    near, far = ScriptedBox(resident=("small",)), ScriptedBox()
+    async with server, fleet_of({"near": near, "far": far}) as (client, fleet):
+        fleet.move("near", server.sockets[0].getsockname()[1])
+        answer = await client.post(PATH, json=CHAT)
+
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "box_failed"
+    assert not far.asked
+
+
+async def test_lists_are_those_of_all_boxes() -> None:
+    boxes = {"a": ScriptedBox(models=("x", "y")), "b": ScriptedBox(models=("y", "z")), "c": None}
+    async with fleet_of(boxes) as (client, _):
+        listed = (await client.get("/v1/models")).json()
+        rows = (await client.get("/api/fleet")).json()["boxes"]
+
+    assert [row["id"] for row in listed["data"]] == ["x", "y", "z"]
+    assert [(row["box"], row["status"]) for row in rows] == [("a", 200), ("b", 200), ("c", 0)]
+    assert rows[0]["load"]["catalogue"] == ["x", "y"]
+    assert rows[2]["load"] is None
+
+
+@pytest.mark.parametrize("path", ["/api/status", "/v1/files", "/v1/batches/1", "/api/keys"])
+async def test_what_is_of_one_box_is_not_passed_on(path: str) -> None:
+    box = ScriptedBox()
+    async with fleet_of({"box": box}) as (client, _):
+        answer = await client.get(path)
+
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_of_a_fleet"
+    assert not box.asked
+
+
+async def test_a_body_that_is_too_long_is_refused() -> None:
+    box = ScriptedBox()
+    async with fleet_of({"box": box}) as (client, _):
+        answer = await client.post(PATH, content=b"x" * (1 << 17))
+
+    assert answer.status_code == 413
+    assert not box.asked
+
+
+async def test_a_model_is_looked_up_where_it_is() -> None:
+    boxes = {"a": ScriptedBox(models=("org/x",)), "b": ScriptedBox(models=("y",))}
+    async with fleet_of(boxes) as (client, fleet):
+        await client.get("/v1/models/org/x")
+        await client.get("/v1/models/y:latest")
+        await client.post("/api/show", json={"name": "y"})
+
+    assert fleet.sent == ["a", "b", "b"]

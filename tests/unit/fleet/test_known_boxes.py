@@ -1,0 +1,117 @@
+"""What a router knows of boxes between two polls, and in which order it tries them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from appliance.fleet.calls import Hint
+from appliance.fleet.known_boxes import NO_LOAD, UNSEEN_SECONDS, KnownBoxes, Report, read_load
+from appliance.fleet.ranking import choose_random, choose_residency
+
+HINT = Hint(model="m")
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def report(box: str, dead: bool = False, **load: Any) -> dict[str, Any]:
+    body = json.dumps({"catalogue": ["m"]} | load).encode()
+    return Report(box=box, load=body, dead=dead).as_stats()
+
+
+def known(clock: Clock | None = None) -> KnownBoxes:
+    return KnownBoxes(choose_residency, clock or Clock(), lambda: 0.0)
+
+
+def test_boxes_come_in_the_order_of_the_rule() -> None:
+    reports = {
+        "1": report("disk"),
+        "2": report("resident", resident=["m"]),
+        "3": report("host", host=["m"]),
+        "4": report("coming", coming=["m"]),
+    }
+    assert known().ranked(HINT, reports) == ["2", "4", "3", "1"]
+
+
+def test_what_was_sent_counts_until_the_box_says_it_itself() -> None:
+    """The model is coming there, so the next request follows; other models go elsewhere."""
+    clock = Clock()
+    router = known(clock)
+    both = {"a": report("a", catalogue=["m", "n"]), "b": report("b", catalogue=["m", "n"])}
+    first = router.ranked(HINT, both)[0]
+    other = {"a": "b", "b": "a"}[first]
+    router.sent(first, "r1", "m")
+    assert router.ranked(HINT, both)[0] == first
+    assert router.ranked(Hint(model="n"), both)[0] == other
+
+    router.ended(first, "r1")
+    clock.seconds = UNSEEN_SECONDS / 2
+    assert router.ranked(HINT, both)[0] == first, "the model is there now, though the box is idle"
+
+    clock.seconds = UNSEEN_SECONDS * 2
+    resident = both | {other: report(other, resident=["m"])}
+    assert router.ranked(HINT, resident)[0] == other
+
+
+def test_boxes_that_refused_are_left_out() -> None:
+    """If all have, one of them is asked, which says so."""
+    reports = {"1": report("a", resident=["m"]), "2": report("b")}
+    router = known()
+    assert router.ranked(Hint(model="m", excluded=("a",)), reports) == ["2"]
+    assert set(router.ranked(Hint(model="m", excluded=("a", "b")), reports)) == {"1", "2"}
+
+
+def test_boxes_that_drain_or_are_dead_come_last() -> None:
+    """They are asked if nothing else has the model: their answer says more than none."""
+    reports = {
+        "1": report("dead", dead=True, resident=["m"]),
+        "2": report("drains", draining=True, resident=["m"]),
+        "3": report("fine"),
+        "4": report("without", catalogue=["n"]),
+    }
+    assert known().ranked(HINT, reports) == ["3", "2", "1"]
+    del reports["3"]
+    assert known().ranked(HINT, reports) == ["2", "1"]
+
+
+def test_a_model_that_no_box_has_goes_to_a_box_that_lives() -> None:
+    reports = {"1": {}, "2": report("drains", draining=True), "3": report("fine")}
+    assert known().ranked(Hint(model="unknown"), reports) == ["3", "2", "1"]
+    assert known().ranked(HINT, {"1": {}}) == ["1"]
+    assert known().ranked(HINT, {}) == []
+
+
+def test_a_name_may_have_the_tag_of_ollama() -> None:
+    reports = {
+        "1": report("a", catalogue=["n"]),
+        "2": report("b"),
+        "3": report("c", catalogue=["x:latest"]),
+    }
+    assert known().ranked(Hint(model="m:latest"), reports) == ["2"]
+    assert known().ranked(Hint(model="x:latest"), reports) == ["3"]
+
+
+def test_boxes_that_have_gone_are_forgotten() -> None:
+    router = known()
+    both = {"a": report("a"), "b": report("b")}
+    first = router.ranked(HINT, both)[0]
+    router.sent(first, "r1", "m")
+    router.keep([])
+    assert router.ranked(HINT, both)[0] == first  # by the tie alone
+    router.ended(first, "r1")
+
+
+def test_other_rules_are_used_as_well() -> None:
+    router = KnownBoxes(choose_random, lambda: 0.0, lambda: 0.99)
+    assert router.ranked(HINT, {"1": report("a"), "2": report("b")}) == ["2", "1"]
+
+
+def test_what_is_no_load_is_a_box_without_models() -> None:
+    assert read_load(b"<html>") == NO_LOAD
+    assert read_load(b'{"catalogue": 7}') == NO_LOAD
+    assert read_load(b'{"catalogue": ["m"], "new": 1}').catalogue == {"m"}
