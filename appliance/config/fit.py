@@ -53,8 +53,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """For weights and KV, of each rank."""
     instances: int
     most_at_once: int
-    """So many models, the smallest first, stay in one pool, whichever of them has a request of 4,096
-    tokens. Of several pools with different models, in the one that has most of them."""
+    """So many models, the smallest first, stay in one pool, while any of them has a request of
+    4,096 tokens. Of several pools with different models, in the one that has most of them."""
     fewest_at_once: int
     """The same, the largest first, in the pool that has fewest."""
     all_at_once: bool
