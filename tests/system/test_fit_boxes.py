@@ -118,7 +118,9 @@ class Row(NamedTuple):
     right: bool
 
 
-def compared(said: Fit, config: Config, memory: tuple[int, int], seen: Seen) -> Iterator[Row]:
+def compared(
+    said: Fit, config: Config, memory: tuple[int, int | None], seen: Seen
+) -> Iterator[Row]:
     """What was said, and what was seen of it."""
     for what, number, count in zip(
         ("models at once, the smallest", "models at once, the largest"),
@@ -126,7 +128,8 @@ def compared(said: Fit, config: Config, memory: tuple[int, int], seen: Seen) -> 
         memory,
         strict=True,
     ):
-        yield Row(what, number, count, number == count)
+        if count is not None:
+            yield Row(what, number, count, number == count)
     for model, one in zip(config.models, said.models, strict=True):
         slabs, own = one.weight_bytes // config.devices.slab_bytes, seen.weight_slabs[one.name]
         # At least: engines pad rows of the wrong length (decision 42).
@@ -152,13 +155,14 @@ class Asking:
         self._paths = {one.checkpoint: one.path for one in box.models}
         self._dice = random.Random(1)
 
-    def memory(self) -> tuple[int, int]:
-        """The most models in one pool, the smallest first, and the largest first."""
+    def memory(self) -> tuple[int, int | None]:
+        """The most models in one pool, the smallest first, and the largest first, unless there are
+        several pools."""
         by_size = sorted(self._said.models, key=lambda one: one.weight_bytes)
         names = [one.name for one in by_size]
         if self._said.instances > 1:  # the daemon chooses in which pool they are
             self._begin(names)
-            return max([max(counts) for counts in self._in_turn(names)]), self._said.fewest_at_once
+            return max([max(counts) for counts in self._in_turn(names)]), None
         return (
             self._most(names, self._said.most_at_once),
             self._most(names[::-1], self._said.fewest_at_once),
