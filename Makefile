@@ -15,7 +15,7 @@ COVERED := tests/unit/scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-thorough test-deb test-top test-autopilot test-gpu gpu-lease gpu-dry test-clients test-fleet fuzz chaos docs pins lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-thorough test-deb test-top test-autopilot test-fit test-gpu gpu-lease gpu-dry test-clients test-fleet fuzz chaos docs pins lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,10 +116,14 @@ gpu-dry: $(GPU_DRY)/.created ## The CUDA side on a driver that computes nothing:
 test-system: $(VENV)/.dev ## The whole appliance
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$(CASES)" \
 		tests/system --ignore tests/system/test_deb.py --ignore tests/system/test_web.py \
-		--ignore tests/system/test_dashboard.py --ignore tests/system/test_autopilot.py --durations=12
+		--ignore tests/system/test_dashboard.py --ignore tests/system/test_autopilot.py \
+		--ignore tests/system/test_fit_boxes.py --durations=12
 
 test-autopilot: $(VENV)/.dev ## A daemon that corrects a wrong policy; alone on the machine: it weighs what it measures
 	$(BIN)/python -m pytest -q -rP -p no:xdist tests/system/test_autopilot.py
+
+test-fit: $(VENV)/.dev ## What `appliance fit` says of ten configurations happens on real daemons; prints the table of docs/sizing.md
+	$(BIN)/python -m pytest -q -rA -n 2 tests/system/test_fit.py tests/system/test_fit_boxes.py
 
 test-deb: $(VENV)/.dev ## The Debian package, from installation to purge; needs root and dpkg
 	$(BIN)/python -m pytest -q tests/system/test_deb.py

@@ -80,7 +80,7 @@ def _seconds(seconds: float) -> str:
 
 def _pool_line(found: Fit) -> str:
     count, most, fewest = len(found.models), found.most_at_once, found.fewest_at_once
-    if fewest == count:
+    if found.all_at_once:
         together = "all models" if count > 1 else "the model"
     else:
         together = f"{fewest} of {count} models" if fewest == most else (

@@ -21,7 +21,6 @@ import msgspec
 
 from appliance.checkpoints import delete
 from appliance.checkpoints.adapters import full_name
-from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.pull import folder_name, pull
 from appliance.checkpoints.sources import Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
@@ -57,7 +56,6 @@ from appliance.service.interface import (
 )
 from appliance.service.remote_models import RemoteModel
 from appliance.service.settings import (
-    DEFAULT_CONTEXT_TOKENS,
     ConfigChange,
     ConfigCheck,
     ConfigInForce,
@@ -177,7 +175,7 @@ class LiveConfig:
                 self._check_stays(name, Path(absolute_path(self._path.parent, further)))
             edit = self._admin.edit()
             edit.drop(name)
-            row = await asyncio.to_thread(self._whole_row, keys)
+            row = self._whole_row(keys)
             if await asyncio.to_thread(self._is_elsewhere, name, edit.text()):
                 row = complete(row)
             edit.put(name, row)
@@ -360,15 +358,8 @@ class LiveConfig:
             self._keep_adapters(model.name, tuple(in_force.values()))
 
     def _whole_row(self, keys: Mapping[str, object]) -> dict[str, Any]:
-        """A new model's keys, with a context if none is given and the checkpoint tells one."""
-        row = dict(keys)
-        row["path"] = absolute_path(self._path.parent, str(row["path"]))
-        if "max_context" not in row:
-            with contextlib.suppress(CheckpointError, OSError):  # reported with its path
-                entry = read_checkpoint(str(row["name"]), Path(str(row["path"])))
-                row["max_context"] = min(entry.max_positions, DEFAULT_CONTEXT_TOKENS)
-            row.setdefault("max_context", 1)
-        return row
+        """A new model's keys, as every file can have them."""
+        return {**keys, "path": absolute_path(self._path.parent, str(keys["path"]))}
 
     def _is_elsewhere(self, name: ModelName, text: str) -> bool:
         """Whether other files than the drop-in, which says `text`, have a table of this name."""

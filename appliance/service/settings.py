@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -11,9 +11,6 @@ from appliance.checkpoints.sources import Tell
 from appliance.errors import Problem
 from appliance.service.interface import ModelActivity
 from appliance.vocabulary import ModelName
-
-DEFAULT_CONTEXT_TOKENS: Final = 8192
-"""The default context of a model that is added while the daemon runs, at most."""
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +73,8 @@ class Settings(Protocol):
         `ModelNotFound`, `ConfigError`, `NotSaved`: nothing is changed then."""
 
     async def add_model(self, keys: Mapping[str, object]) -> ModelName:
-        """Serve a model more, now and after a restart. `keys` are those of its table; without
-        `max_context` it is what the checkpoint can have, up to `DEFAULT_CONTEXT_TOKENS`. Its name.
+        """Serve a model more, now and after a restart. `keys` are those of its table, and
+        what is left out means the same as there. Its name.
 
         Raises `ModelExists`, `ConfigError`, `NotSaved`: nothing is changed then."""
 

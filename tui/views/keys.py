@@ -64,7 +64,9 @@ def _words(text: str) -> list[str]:
 
 def wanted(given: Given) -> Document:
     """What was given as the daemon wants it. Raises `DaemonRefused` for what it could not read."""
-    body: Document = {name: given[name] for name in ("name", "expires") if name in given}
+    body: Document = {
+        name: given[name] for name in ("name", "expires", "organization") if name in given
+    }
     body |= {name: _words(given[name]) for name in ("scopes", "models", "classes") if name in given}
     if (slo := given.get("slo")) is not None:
         if slo not in ("yes", "no"):
@@ -125,7 +127,7 @@ class KeysView(TableView):
         Action("c", "create", "make a key; it is shown once", _create, each_row=False,
                left_empty="does not bind", fields=(
             Field("name", "letters, digits and ._@-"),
-            Field("scopes", "infer, admin, or infer,admin; infer if it is left empty"),
+            Field("scopes", "infer, observe or admin, such as infer,admin; infer if left empty"),
             Field("models", "the only ones it knows, such as llama-a,qwen-a"),
             Field("classes", "interactive or batch, if not both"),
             Field("slo", "yes, if its requests may name a service level"),
@@ -134,6 +136,7 @@ class KeysView(TableView):
             Field("requests_per_minute", "at most, such as 60"),
             Field("tokens_per_minute", "prompts and answers together"),
             Field("concurrency", "requests at once"),
+            Field("organization", "whose limits hold as well"),
         )),
         Action("K", "revoke", "take keys back, for good", _revoke,
                "Revoke {}? The next request is refused, for good; what runs goes on."),

@@ -37,12 +37,12 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     name: str
     path: str
     aliases: list[str] | _Unset = msgspec.UNSET
-    max_context: _Count | _Unset = msgspec.UNSET
-    """What the checkpoint can have, up to 8192, if it is left out."""
+    max_context: _Count | Literal["auto"] | _Unset = msgspec.UNSET
+    """As long as the model reads, or as has room, if it is left out or "auto"."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | _Unset = msgspec.UNSET
     slo: SloChange | _Unset = msgspec.UNSET
     batch_slo: SloChange | _Unset = msgspec.UNSET
-    max_batch: _Count | _Unset = msgspec.UNSET
+    max_batch: _Count | Literal["auto"] | _Unset = msgspec.UNSET
     max_sequences: _Count | _Unset = msgspec.UNSET
     tool_parser: str | _Unset = msgspec.UNSET
     reasoning_parser: str | _Unset = msgspec.UNSET

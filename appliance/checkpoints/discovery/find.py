@@ -36,6 +36,8 @@ class LeftOut(NamedTuple):
     path: Path
     wrong: str
     remedy: str
+    clash: str = ""
+    """The name that another checkpoint has as well, if that is the reason."""
 
     def __str__(self) -> str:
         named = "" if str(self.path) in self.wrong else f"{self.path}: "
@@ -57,9 +59,15 @@ class NotFound(ApplianceError):
     remedy."""
 
 
-def find_models(directories: Iterable[Path], named: Mapping[str, Path] | None = None) -> Found:
+def find_models(
+    directories: Iterable[Path],
+    named: Mapping[str, Path] | None = None,
+    *,
+    leave_out_clashes: bool = False,
+) -> Found:
     """The checkpoints in `directories`, and those that are `named` each. A checkpoint that is
-    named is not served under its directory's name as well. Raises `NotFound`."""
+    named is not served under its directory's name as well. Raises `NotFound`, also for a name of
+    several checkpoints, unless these are to be left out."""
     models = [FoundModel(name, _given(path)) for name, path in (named or {}).items()]
     left_out: list[LeftOut] = []
     directories = tuple(directories)
@@ -73,7 +81,11 @@ def find_models(directories: Iterable[Path], named: Mapping[str, Path] | None = 
                 models.append(found)
             else:
                 left_out.append(found)
-    _refuse_clashes(models)
+    if leave_out_clashes:
+        models, clashing = _without_clashes(models)
+        left_out += clashing
+    else:
+        _refuse_clashes(models)
     return Found(tuple(models), tuple(left_out), directories)
 
 
@@ -204,6 +216,21 @@ def _is_going(folder: Path) -> bool:
         return delete.is_marked(folder)
     except OSError:
         return False
+
+
+def _without_clashes(models: Iterable[FoundModel]) -> tuple[list[FoundModel], list[LeftOut]]:
+    """The models with names of their own, and the others."""
+    by_name: dict[str, list[Path]] = {}
+    for model in models:
+        by_name.setdefault(model.name, []).append(model.path)
+    unique = [FoundModel(name, paths[0]) for name, paths in by_name.items() if len(paths) == 1]
+    clashing = [
+        LeftOut(path, f"{name} is the name of {path} and of {others}", "rename one of them", name)
+        for name, paths in by_name.items()
+        for path in paths
+        if (others := ", ".join(str(other) for other in paths if other != path))
+    ]
+    return unique, clashing
 
 
 def _refuse_clashes(models: Iterable[FoundModel]) -> None:

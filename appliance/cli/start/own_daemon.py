@@ -99,7 +99,10 @@ def _configuration(folder: Path, address: Address) -> Path:
     file = folder / "appliance.toml"
     models = models_folder()
     starter = write_starter(
-        file, find_models([models]), Terms(address, models, str(socket)), now=True
+        file,
+        find_models([models], leave_out_clashes=True),
+        Terms(address, models, str(socket)),
+        now=True,
     )
     for one in starter.left_out:
         click.echo(str(one), err=True)

@@ -41,7 +41,6 @@ from appliance.client import (
 )
 from appliance.config.schema import Model, choices, fields
 from appliance.errors import CheckpointError, PullError
-from appliance.service.settings import DEFAULT_CONTEXT_TOKENS
 from appliance.units import human
 
 
@@ -61,8 +60,7 @@ from appliance.units import human
 @click.option("--no-add", is_flag=True, help="Do not have the daemon serve it.")
 @click.option(
     "--max-context", type=click.IntRange(min=1),
-    help="Longest prompt and answer; by default what it can have, up to "
-    f"{DEFAULT_CONTEXT_TOKENS} tokens.",
+    help="Longest prompt and answer, tokens; by default what it reads, or what has room.",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(choices(fields(Model)["dtype"].type)),

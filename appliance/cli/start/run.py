@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import httpx
 
-from appliance.checkpoints.discovery.find import Found, FoundModel, NotFound, find_models
+from appliance.checkpoints.discovery.find import Found, FoundModel, find_models
 from appliance.checkpoints.pull import NAME
 from appliance.checkpoints.pull import pull as fetch
 from appliance.checkpoints.sources import HUB, Progress
@@ -153,8 +153,11 @@ def _serve_own(url: str, model: str, name: str, error: httpx.TransportError) -> 
         unreachable(url, error)
     try:
         folder = models_folder()
-        found = find_models([folder] if folder.is_dir() else [])
+        found = find_models([folder] if folder.is_dir() else [], leave_out_clashes=True)
         mine = tuple(one for one in found.models if one.name == name)
+        clashing = [one for one in found.left_out if one.clash == name]
+        if clashing:
+            fail("\n".join(map(str, clashing)))
         if not mine and not HUB.fullmatch(model):
             fail(
                 f"no daemon answers at {url} ({error}), and {folder} has no model {name}; start "
@@ -176,8 +179,6 @@ def _serve_own(url: str, model: str, name: str, error: httpx.TransportError) -> 
         unreachable(url, broken)
     except NothingToServe as wrong:
         fail("\n".join(map(str, wrong.left_out)))
-    except NotFound as wrong:
-        fail(f"{wrong}\n--model is an option of `appliance serve`; for `run`, rename a directory")
     except ConfigError as wrong:
         fail("\n".join(f"{one.key}: {one.wrong}; {one.remedy}" for one in wrong.problems))
     except (ApplianceError, OSError) as wrong:

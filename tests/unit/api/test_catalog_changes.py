@@ -237,12 +237,27 @@ async def test_adapters_are_models_of_their_own(
     assert "max_loras" in answer.text
 
 
-async def test_a_context_need_not_be_given(client: httpx.AsyncClient, path: Path) -> None:
-    """It is what the checkpoint can have, within reason."""
+async def test_a_context_need_not_be_given(
+    client: httpx.AsyncClient, path: Path, fake_checkpoint: Make
+) -> None:
+    """It is then, or where it is `auto`, what the checkpoint reads, or what has room, as with a
+    configured model: also by a pull, and after a restart."""
     answer = await client.post("/api/models", json={"name": "new", "path": "new"})
 
     assert answer.json()["facts"]["max_context_tokens"] == 2048
     assert load_config(path).models[-1].max_context == 2048
+    fake_checkpoint("long", max_position_embeddings=1 << 17, num_hidden_layers=8)
+    told = {"name": "long", "path": "long", "max_context": "auto", "max_batch": "auto"}
+    answer = await client.post("/api/models", json=told)
+    facts = answer.json()["facts"]
+    assert (facts["max_context_tokens"], facts["max_batch"]) == (7680, 8)
+    other = fake_checkpoint("other", max_position_embeddings=1 << 17, num_hidden_layers=8)
+    pulled = await client.post("/api/pull", json={"model": str(other), "stream": False})
+    assert pulled.status_code == 200, pulled.text
+    await client.post("/api/config/reload")
+    rows = [row for row in load_config(path).models if row.name in ("long", "other")]
+    assert [row.max_context for row in rows] == [7680, 7680]
+    assert "7680" not in (directory(path) / ADMIN_FILE).read_text()
 
 
 @pytest.mark.parametrize(
@@ -279,10 +294,13 @@ async def test_what_can_never_fit_is_refused(
     long = fake_checkpoint("long", max_position_embeddings=1 << 17, num_hidden_layers=8)
     body = {"name": "long", "path": "long", "max_context": 8000}
 
+    wide = fake_checkpoint("wide")
+    save_file({"weight": np.zeros((2048, 4096), np.float32)}, wide / "model.safetensors")
+
     added = await client.post("/api/models", json=body)
-    unsaid = await client.post("/api/models", json={"name": "long", "path": "long"})
+    unsaid = await client.post("/api/models", json={"name": "wide", "path": "wide"})
     linked = await call("pull", str(long), "--link", "--max-context", "8000")
-    pulled = await client.post("/api/pull", json={"model": str(long), "stream": False})
+    pulled = await client.post("/api/pull", json={"model": str(wide), "stream": False})
     drop_in = directory(path) / ADMIN_FILE
     written = drop_in.exists()
     table = f'[[model]]\nname = "long"\npath = "{long}"\nmax_context = 8000\n'
@@ -296,10 +314,12 @@ async def test_what_can_never_fit_is_refused(
         "64KiB: more than devices.memory (8MiB) has; set devices.memory to 8.5MiB or more, a "
         "smaller devices.slab, or max_context to 7680 or less"
     )
-    for answer in (added, unsaid, reloaded):
+    for answer in (added, reloaded):
         assert (answer.status_code, answer.json()["error"]["code"]) == (422, "config")
         assert answer.json()["error"]["message"].endswith(words)
-    assert (pulled.status_code, words in pulled.json()["error"]) == (422, True)
+    largest = "wide needs 16MiB for its weights"
+    assert (unsaid.status_code, largest in unsaid.json()["error"]["message"]) == (422, True)
+    assert (pulled.status_code, largest in pulled.json()["error"]) == (422, True)
     for command in (linked, checked):
         assert (command.exit_code, words in command.stderr) == (2, True), command.output
     assert not written

@@ -206,6 +206,13 @@ def test_a_name_of_two_checkpoints(tmp_path: Path) -> None:
         f"--model NAME={two}/m"
     )
     assert sorted(names(one, two, other=two / "m")) == ["m", "other"]
+    make(two, "n/config.json")
+    found = find_models([one, two], leave_out_clashes=True)
+    assert [model.name for model in found.models] == ["n"]
+    assert [(left.path, left.clash) for left in found.left_out] == [
+        (one / "m", "m"),
+        (two / "m", "m"),
+    ]
 
 
 def test_a_checkpoint_that_is_given_twice_is_served_once(tmp_path: Path) -> None:

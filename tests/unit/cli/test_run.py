@@ -405,15 +405,19 @@ def test_what_there_is_not(home: Path, started: list[Daemon]) -> None:
 
 
 def test_two_models_of_one_name(home: Path, started: list[Daemon]) -> None:
-    """The message says what to do about directories, as the command has no option for names."""
+    """Cannot be chosen by it, as the command has no option for names; others are served."""
     for folder in ("a b", "a-b"):
         write_checkpoint(home / folder)
-    result = call("mine", "Hi", "--url", free_url())
+    result = call("a-b", "Hi", "--url", free_url())
+    other = call("mine", "Hi", "--url", free_url())
 
     assert result.exit_code == 1
-    assert "a-b is the name of" in result.stderr
-    assert result.stderr.endswith("for `run`, rename a directory\n")
-    assert started == []
+    assert result.stderr == (
+        f"error: not served: a-b is the name of {home}/a b and of {home}/a-b; rename one of them\n"
+        f"not served: a-b is the name of {home}/a-b and of {home}/a b; rename one of them\n"
+    )
+    assert other.exit_code == 0, other.stderr
+    assert len(started) == 1
 
 
 def test_a_model_whose_name_is_not_that_of_its_folder(

@@ -21,6 +21,7 @@ from appliance.config.sizing import kv_shape, least, uncached
 from appliance.platform import machine_memory
 from appliance.platform.machine_memory import MachineMemory
 from appliance.units import Bytes, Memory
+from appliance.vocabulary import RunTurn
 from tests.published import published
 from tests.unit.doubles.cluster import SLAB, ClusterDouble
 from tests.unit.doubles.instance import ModelDouble
@@ -147,6 +148,63 @@ def test_what_is_said_happens(case: Case, tmp_path: Path) -> None:
         ):
             seen = together(cluster(config, entries, [*case.names]), one.name, tokens, said)
             assert abs(seen - said) <= 0.1 * said, (one.name, tokens)
+
+
+@pytest.mark.parametrize(
+    ("memory", "max_context", "max_batch", "expected"),
+    [("8GiB", 384, 32, 5), ("8GiB", 384, 3, 3), ("8GiB", 4096, 32, 1), ("1610MiB", 384, 32, 4)],
+)
+def test_prompts_that_are_embedded(
+    memory: str, max_context: int, max_batch: int, expected: int, tmp_path: Path
+) -> None:
+    """As many as a step has tokens for, as the batch takes, and as have room in the pool; a small
+    host cache does not matter."""
+    case = Case(("qwen3-0.6b",), memory, max_context, max_batch, host_cache="2GiB")
+    config, entries = configured(case, tmp_path)
+    model = msgspec.structs.replace(config.models[0], task="embed")
+    config = msgspec.structs.replace(config, models=(model,))
+    box = cluster(config, entries, [model.name])
+    lives = [
+        box.ask(f"text-{number}", model.name, prompt=max_context, output=0)
+        for number in range(expected + 3)
+    ]
+    box.settle()
+
+    assert {life.outcome for life in lives} == {"stop"}
+    most = max([len(turn.prompts) for turn in box.commands(RunTurn)], default=1)
+    assert fit(config, entries, RATE).models[0].requests_at_max_context == most == expected
+
+
+def test_models_of_different_instances(tmp_path: Path) -> None:
+    """A pool has no more models together than may be in it, and that is enough."""
+    case = Case(("qwen3-0.6b", "llama-3.2-1b", "gemma-3-1b-it"), "6GiB", 2048)
+    config, entries = configured(case, tmp_path)
+
+    def placed(memory: str, *places: tuple[int, ...]) -> Fit:
+        sized = msgspec.structs.replace(
+            config.devices, instances=2, memory_bytes=Memory.read(memory)
+        )
+        models = [
+            msgspec.structs.replace(model, instances=instances)
+            for model, instances in zip(config.models, places, strict=True)
+        ]
+        return fit(
+            msgspec.structs.replace(config, devices=sized, models=tuple(models)), entries, RATE
+        )
+
+    everywhere = placed("5GiB", (), (), ())
+    apart = placed("5GiB", (0,), (0, 1), (1,))
+    alone = placed("5GiB", (0,), (0,), (1,))
+    small = placed("3GiB", (0,), (0,), (1,))
+    (advised,) = small.remedies
+    enough = placed(advised.split('"')[1], (0,), (0,), (1,))
+
+    assert (everywhere.most_at_once, everywhere.fewest_at_once) == (2, 2)
+    assert not everywhere.all_at_once
+    assert (apart.most_at_once, apart.fewest_at_once, apart.all_at_once) == (2, 2, True)
+    assert (alone.most_at_once, alone.fewest_at_once, alone.all_at_once) == (2, 1, True)
+    assert (small.most_at_once, small.fewest_at_once, small.all_at_once) == (1, 1, False)
+    assert apart.remedies == alone.remedies == enough.remedies == ()
 
 
 def test_the_host_cache(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.unit.tui.bench import (
     NOW,
     Told,
     command,
+    compare,
     dashboard,
     notified,
     press,
@@ -34,12 +35,13 @@ from tui.drawing.theme import THEMES
 from tui.messages import DaemonRefused
 from tui.recording import RecordingWriter
 
+SNAPSHOTS = Path(__file__).parent / "snapshots"
 PATH = "/api/keys"
 SECRET = "sk-shown-once"
 FULL = {
     "name": "ci", "scopes": ["infer", "admin"], "models": ["a", "b"], "classes": ["batch"],
     "slo": True, "guides": False, "expires": "30d", "requests_per_minute": 60,
-    "tokens_per_minute": 9000, "concurrency": 4,
+    "tokens_per_minute": 9000, "concurrency": 4, "organization": "acme",
 }  # fmt: skip
 
 
@@ -127,22 +129,36 @@ async def test_a_row_as_the_daemon_has_it() -> None:
 async def test_one_is_made_in_a_form() -> None:
     """All that may be said of it is asked for; what is left empty is not sent."""
     source = told(keys())
+    async with dashboard(source, size=(80, 30)) as app:
+        await command(app, "keys")
+        await press(app, "c")
+        assert "What is left empty does not bind" in seen(app)
     async with dashboard(source, size=(80, 24)) as app:
         await command(app, "keys")
         await press(app, "c")
         assert isinstance(app.screen, FormDialog)
         assert len(app.screen.query(Input)) == len(FULL)
-        for words in ("name:", "concurrency: requests at once", "What is left empty does not bind"):
-            assert words in seen(app)
+        assert "name:" in seen(app)
+        assert "scopes: infer, observe or admin" in seen(app)
+        await press(app, *["tab"] * (len(FULL) - 1))  # the form is longer than the screen
+        assert "organization: whose limits hold as well" in seen(app)
         await press(app, "escape", "c", "enter")
         assert changes(source) == []
         await press(app, "c")
-        said = ("ci", "infer,admin", "a, b", "batch", "yes", "no", "30d", "60", "9000")
+        said = ("ci", "infer,admin", "a, b", "batch", "yes", "no", "30d", "60", "9000", "4")
         for field, text in zip(app.screen.query(Input), said, strict=False):
             field.value = text
-        await press(app, *["tab"] * len(said), "4", "enter")
+        await press(app, *["tab"] * len(said), *"acme", "enter")
         assert changes(source) == [("POST", PATH, FULL)]
         assert SECRET in seen(app)
+
+
+async def test_the_form_looks_like_this(pytestconfig: pytest.Config) -> None:
+    async with dashboard(told(keys()), size=(80, 30)) as app:
+        await command(app, "keys")
+        await press(app, "c")
+        path = SNAPSHOTS / "keys-form-80x30-dark.svg"
+        compare(app, path, update=pytestconfig.getoption("--update-snapshots"))
 
 
 async def test_one_is_made_by_command() -> None:
@@ -150,8 +166,8 @@ async def test_one_is_made_by_command() -> None:
     source = told(keys())
     async with dashboard(source) as app:
         await command(app, "keys")
-        await command(app, "create name=ci scopes=infer slo=no guides=no concurrency=4")
-        body = {"name": "ci", "scopes": ["infer"], "slo": False, "guides": False}
+        await command(app, "create name=ci scopes=observe slo=no guides=no concurrency=4")
+        body = {"name": "ci", "scopes": ["observe"], "slo": False, "guides": False}
         body["concurrency"] = 4
         assert changes(source) == [("POST", PATH, body)]
         await press(app, "escape")
