@@ -311,8 +311,8 @@ def _keys(config: Path, file: Path | None) -> KeyFile:
     path = _load(config).api.keys
     if not path:
         raise click.UsageError(
-            f'{config} has no keys: name the configuration that the daemon runs with (--config), and'
-            ' add keys = "keys.json" to [api] there; or name a file of keys (--file)'
+            f"{config} has no keys: name the configuration that the daemon runs with (--config),"
+            ' and add keys = "keys.json" to [api] there; or name a file of keys (--file)'
         )
     return KeyFile(Path(path))
 
