@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Nothing but the very files that requirements/ has the digests of, and nothing built from sources.
 PINNED := --no-deps --require-hashes --only-binary :all:
+# pip compiles all 22,000 modules one by one. A demo imports a fraction of them, which Python then compiles and keeps.
+LATER := --no-compile
 CONFIG ?= etc/appliance.toml
 # Which tests the targets below run: a marker of pytest. `make test-unit CASES=` runs all.
 CASES ?= not thorough
@@ -32,29 +34,33 @@ $(VENV)/.created:
 # The CPU build of torch if pip finds it, else the plain one, which is for CUDA and does not start without its
 # libraries.
 $(VENV)/.cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements/torch-cuda.txt $(VENV)/.created
-	$(PIP) install -qq $(PINNED) -r requirements/cpu.txt
-	@$(PIP) install -qq $(PINNED) -r requirements/torch-cpu.txt || { \
+	@echo "installing 3 GB into $(VENV): this takes minutes, and pip prints nothing meanwhile"
+	$(PIP) install -qq $(PINNED) $(LATER) -r requirements/cpu.txt
+	@$(PIP) install -qq $(PINNED) $(LATER) -r requirements/torch-cpu.txt || { \
 		echo "pip finds no CPU build of torch: fetching the CUDA build and its libraries, 3 GB more"; \
-		$(PIP) install -qq $(PINNED) -r requirements/torch-cuda.txt; \
+		$(PIP) install -qq $(PINNED) $(LATER) -r requirements/torch-cuda.txt; \
 	}
 	@touch $@
 
 # Not among the other packages: appliance/platform/torchvision.py.
 $(VENV)/.images: requirements/images.txt $(VENV)/.cpu
 	rm -rf $(VENV)/image-libraries
-	$(PIP) install -qq $(PINNED) --target $(VENV)/image-libraries -r requirements/images.txt
+	$(PIP) install -qq $(PINNED) $(LATER) --target $(VENV)/image-libraries -r requirements/images.txt
 	@touch $@
 
 $(VENV)/.appliance: pyproject.toml $(VENV)/.cpu $(VENV)/.images
 	$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
+# An environment to work in is compiled whole, on all processors: not every user of it may write there, or has Python
+# keep what it compiled. Packages ship templates and old sources that are no Python: they stay as they are.
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.appliance
-	$(PIP) install -qq $(PINNED) -r requirements/dev.txt
+	$(PIP) install -qq $(PINNED) $(LATER) -r requirements/dev.txt
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 demo: $(VENV)/.appliance ## Six models served from memory for two, outputs checked token by token
-	$(BIN)/appliance demo
+	$(BIN)/appliance demo --dir build/demo
 
 demo-plain-pip: ## The demo where pip is as it ships: 6 GB into build/plain-pip; not part of `make test`
 	env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(MAKE) demo VENV=build/plain-pip

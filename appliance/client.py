@@ -15,7 +15,7 @@ from appliance.platform.admin_socket import DEFAULT_PORT, UNIX, running_socket
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
-UNPROCESSABLE = 422
+UNAUTHORIZED, UNPROCESSABLE = 401, 422
 
 KEY_VARIABLE = "APPLIANCE_API_KEY"
 
@@ -112,6 +112,11 @@ def checked(response: httpx.Response) -> httpx.Response:
         message = response.json()["error"]["message"]
     except (json.JSONDecodeError, KeyError, TypeError):
         message = f"{response.request.url} answered {response.status_code}"
+    if response.status_code == UNAUTHORIZED:
+        message += (
+            f"; put the key into ${KEY_VARIABLE}, or make one for operators with"
+            " `appliance key create NAME --scope admin`"
+        )
     fail(message, 2 if response.status_code == UNPROCESSABLE else 1)
 
 

@@ -450,6 +450,11 @@ def make_admin_server(
     configured = config.api.admin_socket
     path = admin_path(configured)
     if path is None:
+        if config.api.keys:
+            log.info(
+                "no admin socket: commands need a key with the scope admin in $APPLIANCE_API_KEY;"
+                " api.admin_socket names a socket, which needs none"
+            )
         return None
     group = config.api.admin_group
     try:

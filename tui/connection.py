@@ -20,6 +20,7 @@ SILENT_SECONDS = 15.0
 """A daemon that has nothing to say says that every five seconds."""
 ANSWER_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
+UNAUTHORIZED = 401
 REQUEST_HEADER = "x-appliance-request"
 DONE = "[DONE]"
 
@@ -153,4 +154,6 @@ async def _check(response: httpx.Response) -> None:
         message = msgspec.json.decode(content)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
         message = f"{response.request.url.path} answered {response.status_code}"
+    if response.status_code == UNAUTHORIZED:  # what to do comes first: a line is cut at its end
+        message = f"put a key with the scope admin into $APPLIANCE_API_KEY ({message})"
     raise DaemonRefused(str(message))

@@ -312,7 +312,10 @@ def _keys(config: Path, file: Path | None) -> KeyFile:
         return KeyFile(file)
     api = _load(config).api
     if not api.keys:
-        raise click.UsageError(f'{config} has no keys: add keys = "keys.json" to [api], or --file')
+        raise click.UsageError(
+            f"{config} has no keys: name the configuration that the daemon runs with (--config),"
+            ' and add keys = "keys.json" to [api] there; or name a file of keys (--file)'
+        )
     return KeyFile(Path(api.keys), read_only=api.keys_read_only)
 
 

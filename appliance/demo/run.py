@@ -1,8 +1,8 @@
 """The demonstration: six models of five kinds served from memory for two, every token checked.
 
-Makes the checkpoints, runs them on plain vLLM for reference, starts a daemon whose pools hold about
-a third of the weights, sends it a burst of chats for all models at once, and compares. What the
-daemon tells meanwhile is recorded for the dashboard.
+Makes the checkpoints, starts a daemon whose pools hold about a third of the weights, sends it a
+burst of chats for all models at once, then runs the same chats on plain vLLM, and compares. What
+the daemon tells during the burst is recorded for the dashboard.
 """
 
 from __future__ import annotations
@@ -100,13 +100,15 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
         )
         config = load_config(file)
         chats = burst([model.name for model in config.models], CHATS_PER_MODEL)
-        console.print(f"running {len(chats)} chats on plain vLLM, undisturbed, for reference")
-        expected = reference(config, chats)
+        console.print("starting the daemon")
         with running_daemon(file, config, keep=keep) as (url, pid):
             _describe(console, config, url)
             session = _session(directory)
             answers, broken = asyncio.run(_send(console, url, chats, session))
-            rows = rows_by_model(config, answers, expected, metrics_by_model(url))
+            metrics = metrics_by_model(url)
+            # Only now: the first token is what one waits for, and the daemon is idle meanwhile.
+            console.print(f"running the same {len(chats)} chats on plain vLLM, to compare")
+            rows = rows_by_model(config, answers, reference(config, chats), metrics)
             complaints = _complaints(rows, answers)
             _report(console, rows, complaints, as_json)
             if keep:
@@ -119,6 +121,9 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
             else:
                 console.print("the dashboard, on what has just happened (docs/tui.md has a tour):")
                 _print_line(console, f"{_program()} top --replay {shlex.quote(str(session))}")
+            if directory is not None:
+                console.print("its models again, as any other directory with checkpoints:")
+                _print_line(console, f"{_program()} serve {shlex.quote(str(directory))}")
     return 1 if complaints else 0
 
 
@@ -278,9 +283,13 @@ async def _send(
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"{len(chats)} chats at once", total=total)
         shown = 0
+        waiting = True
 
-        def on_token(_: TimedAnswer) -> None:
-            nonlocal shown
+        def on_token(answer: TimedAnswer) -> None:
+            nonlocal shown, waiting
+            if waiting and answer.tokens:
+                waiting = False
+                progress.print(f"first token: {answer.chat.model}, {answer.ttft_seconds:.1f} s")
             shown += 1
             progress.update(task, completed=shown)
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from appliance.frontend.serving.vllm_errors import VllmErrors
 
@@ -34,6 +36,11 @@ async def answer(request: Request) -> Any:
             return JSONResponse(["no error of a known shape"], 500)
         case "/v1/chat/completions":
             return JSONResponse(FLAGS, 400)
+        case "/v1/completions":
+            try:
+                await validate_json_request(request)
+            except RequestValidationError as error:
+                return JSONResponse({"error": {"message": error.errors()[0]}}, 400)
     body = OPENAIS if request.url.path.endswith("/openai") else VLLMS
     return JSONResponse(body, int(request.query_params["status"]))
 
@@ -72,6 +79,16 @@ async def test_other_answers_go_through() -> None:
     assert (await ask(f"{MESSAGES}/stream")).text == "event: ping\n\nevent: message_stop\n\n"
     other = await ask(f"{MESSAGES}/other")
     assert (other.status_code, other.json()) == (500, ["no error of a known shape"])
+
+
+async def test_a_body_that_is_not_called_json() -> None:
+    """As `curl -d` sends it: vLLM's own check refuses it, and the answer says what to send."""
+    told = await ask("/v1/completions")
+
+    assert told.json()["error"]["message"] == (
+        "Unsupported Media Type: Only 'application/json' is allowed;"
+        " send the header Content-Type: application/json"
+    )
 
 
 async def test_flags_are_keys_of_the_configuration() -> None:

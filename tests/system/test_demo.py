@@ -39,9 +39,16 @@ def test_demo(tmp_path: Path) -> None:
     assert all(model["identical"] == model["requests"] == model["prefills"] for model in models)
     assert sum(model["preemptions"] for model in models) > 0
     assert sum(model["kv_swapped_bytes"] for model in models) > 0
-    # Its last line opens the dashboard on what happened: all chats come and go in it.
-    *_, option, replayed = shlex.split(told.strip().splitlines()[-1])
-    assert option == "--replay"
+    # The first token is not kept waiting for plain vLLM.
+    lines = [line.strip() for line in told.splitlines()]
+    assert [line.split()[0] for line in lines if line.startswith(("first token: ", "running"))] == [
+        "first", "running",
+    ]  # fmt: skip
+    # Its last lines serve the same models, and open the dashboard on what happened: all chats come
+    # and go in it.
+    assert shlex.split(lines[-1])[-2:] == ["serve", str(tmp_path)]
+    (line,) = [line for line in lines if " --replay " in line]
+    replayed = shlex.split(line)[-1]
     state = State()
     most = 0
     for message in read_recording(Path(replayed)):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 
-from appliance.client import event_lines, event_lines_async
+from appliance.client import checked, event_lines, event_lines_async
 
 STREAM = ": keep-alive\n\ndata: ä\u2028b\u2029c\x85d\x0be\rf\n\nbegun".encode()
 LINES = [": keep-alive", "", "data: ä\u2028b\u2029c\x85d\x0be\rf", ""]
@@ -29,3 +30,28 @@ async def test_only_a_line_feed_ends_a_line(size: int) -> None:
 def test_what_is_not_utf_8_is_replaced() -> None:
     """It ends nothing."""
     assert list(event_lines([b"data: \xff\n"])) == ["data: \ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (
+            401,
+            "error: no key; put the key into $APPLIANCE_API_KEY, or make one for operators with"
+            " `appliance key create NAME --scope admin`\n",
+        ),
+        (403, "error: no key\n"),
+    ],
+)
+def test_a_missing_key_has_a_remedy(
+    status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the daemon says is for clients in general; a command says where its key goes."""
+    request = httpx.Request("GET", "http://127.0.0.1:1/api/status")
+    answer = httpx.Response(status, json={"error": {"message": "no key"}}, request=request)
+
+    with pytest.raises(SystemExit) as ended:
+        checked(answer)
+
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == said

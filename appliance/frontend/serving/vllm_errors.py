@@ -29,6 +29,11 @@ _NO_IMAGES: Final = (
 )
 """What vLLM says of a part of a message that is no text, and what is said here: the model may well
 read images elsewhere."""
+_NO_JSON: Final = (
+    b"Only 'application/json' is allowed",
+    b"Only 'application/json' is allowed; send the header Content-Type: application/json",
+)
+"""What vLLM says of a body of another type, such as one of `curl -d`, and what to do about it."""
 _TOO_DEEP: Final = b"maximum recursion depth exceeded"
 """How Python says so of JSON in a text, such as the arguments of a call."""
 _NESTED: Final = "JSON in a message is nested too deeply"
@@ -78,7 +83,7 @@ class VllmErrors:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _reshaped(self, status: int, body: bytes) -> bytes:
-        for theirs, ours in (*_KEYS, _NO_IMAGES):
+        for theirs, ours in (*_KEYS, _NO_IMAGES, _NO_JSON):
             body = body.replace(theirs, ours)
         if not self._scope["path"].startswith(ANTHROPIC):
             return body

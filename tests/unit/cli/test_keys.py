@@ -193,3 +193,16 @@ def test_mistakes_with_organizations(path: Path, arguments: tuple[object, ...], 
 
     assert failed.exit_code in (1, 2)
     assert said in failed.stderr
+
+
+def test_a_configuration_without_keys(tmp_path: Path) -> None:
+    """It may be another one than the daemon's, such as the sample of a checkout."""
+    file = tmp_path / "my.toml"
+    file.write_text(
+        '[devices]\nmemory = "8MiB"\n[[model]]\nname = "m"\npath = "m"\nmax_context = 64\n'
+    )
+
+    failed = call("create", "bob", "--config", file)
+
+    assert failed.exit_code == 2
+    assert "my.toml has no keys: name the configuration that the daemon runs with" in failed.stderr

@@ -256,6 +256,10 @@ class Fronted:
             error = ApiError(entered.status, entered.message, code=entered.code)
             return entered.status, entered.headers, shape_of(path)(error, "")
         try:
+            # As vLLM: `curl -d` calls its body a form.
+            if sent.get("content-type", "").partition(";")[0] != "application/json":
+                error = ApiError(400, "Only 'application/json' is allowed")
+                return 400, entered.headers, shape_of(path)(error, "")
             status, answer = await self._front.compute(entered.call, path, json.loads(body))
         finally:
             self._front.leave(entered.call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import grp
+import logging
 import os
 import socket
 import stat
@@ -227,8 +228,14 @@ def test_others_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch, loop: s
     assert answer.json()["version"] == "1"
 
 
-def test_where_the_socket_is(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_socket_is(
+    tmp_path: Path,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """As configured; by itself where systemd or the user's session has a place; or nowhere."""
+    caplog.set_level(logging.INFO)
     assert admin_path("auto") is None
     assert admin_path("") is None
     assert admin_path("/x/y.sock") == Path("/x/y.sock")
@@ -237,6 +244,19 @@ def test_where_the_socket_is(tmp_path: Path, path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/a:/run/b")
     assert admin_path("auto") == Path("/run/a/admin.sock")
     assert make(config_of(tmp_path, admin_socket="")) is None
+    assert caplog.messages == []
+
+
+def test_commands_that_need_a_key_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With keys and without a socket, at the start: `ps` and the dashboard would be refused."""
+    caplog.set_level(logging.INFO)
+
+    assert make(config_of(tmp_path, admin_socket="", keys="keys.json")) is None
+
+    (said,) = caplog.messages
+    assert "a key with the scope admin in $APPLIANCE_API_KEY" in said
 
 
 def test_another_daemon_has_the_socket(

@@ -114,7 +114,11 @@ async def test_it_comes_back_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (httpx.Response(401, json={"error": {"message": "no such key"}}), "no such key"),
+        (httpx.Response(403, json={"error": {"message": "no such scope"}}), "no such scope"),
+        (
+            httpx.Response(401, json={"error": {"message": "no such key"}}),
+            "put a key with the scope admin into $APPLIANCE_API_KEY (no such key)",
+        ),
         (httpx.Response(404, text="nothing here"), "/api/watch answered 404"),
         (httpx.Response(200, text="event: state\ndata: {\n\n"), "Input data was truncated"),
     ],
