@@ -294,7 +294,7 @@ class _Search:
             rows=tuple(self._rows()),
             unsuited=tuple(unsuited),
             level_error=level_error(now, really),
-            verdict=verdict(self._tried[BASELINE].name, now, finalists, really, requests),
+            verdict=verdict(self._tried[BASELINE], now, finalists, really, requests),
             cpu_seconds=cpu_seconds,
             cpu_budget_seconds=budget_seconds,
         )

@@ -73,14 +73,19 @@ def level_error(replays: Iterable[Score], really: Score) -> float:
 
 
 def verdict(
-    name: str, current: Sequence[Score], finalists: Sequence[Finalist], really: Score, requests: int
+    now: Candidate,
+    current: Sequence[Score],
+    finalists: Sequence[Finalist],
+    really: Score,
+    requests: int,
 ) -> Verdict:
-    """`current` are the replays of the policy `name` that decides now, of so many requests, and
-    `really` is what came of these."""
+    """`current` are the replays of the policy that decides `now`, of so many requests, and `really`
+    is what came of these."""
+    name = now.name
     compared = [_compared(current, one, really, requests) for one in finalists]
     winners = [one for one in compared if one.wins]
     if winners:
-        best = _simplest(winners)
+        best = _one_step(now, _simplest(winners), winners)
         reason = f"Have {best.candidate.name} decide{_why(name, best)}"
         return Verdict(candidate=best.candidate, gain=best.gain, error=best.error, reason=reason)
     other = max(compared, key=lambda one: one.gain, default=None)
@@ -131,6 +136,20 @@ def _simplest(winners: Sequence[_Compared]) -> _Compared:
     best = max(winners, key=lambda one: one.gain)
     alike = [one for one in winners if one.gain >= best.gain - best.error]
     return min(alike, key=lambda one: (len(one.candidate.changed), -one.mean))
+
+
+def _one_step(now: Candidate, best: _Compared, winners: Sequence[_Compared]) -> _Compared:
+    """Another policy is recommended without changed parameters if it wins without them, too: they
+    can be tried once it decides."""
+
+    def policies(candidate: Candidate) -> tuple[object, ...]:
+        return candidate.choice.use, candidate.choice.decisions
+
+    meant = policies(best.candidate)
+    if meant == policies(now):
+        return best
+    alike = [one for one in winners if policies(one.candidate) == meant]
+    return min(alike, key=lambda one: (bool(one.candidate.changed), one is not best))
 
 
 def _why(name: str, best: _Compared) -> str:

@@ -63,7 +63,8 @@ def judged(
 ) -> Verdict:
     """With an error that comes of the number of requests."""
     assert isinstance(now, list)
-    return verdict("old", now, finalists, really, round(2 / error))
+    old = Candidate(name="old", choice=PolicyChoice(use=("old",)))
+    return verdict(old, now, finalists, really, round(2 / error))
 
 
 def test_a_clear_winner_is_recommended() -> None:
@@ -77,6 +78,20 @@ def test_a_clear_winner_is_recommended() -> None:
         "Have new decide: on the same requests it is at least 8.0 points ahead of old in every"
         " replay, in the mean of tokens and requests in time; that may be off by 2.0 points."
     )
+
+
+def test_another_policy_comes_first_and_its_parameters_later() -> None:
+    """Though it is far better with changed ones. They are recommended of the policy that decides
+    now, and of one that wins with them only."""
+    tuned = finalist("new", score(0.95), score(0.95), changed=1)
+    plain = finalist("new", score(0.86), score(0.88))
+    for finalists in ([tuned, plain], [plain, tuned]):
+        found = judged(finalists)
+        assert found.candidate == plain.candidate
+        assert found.gain == pytest.approx(0.06)
+    assert judged([tuned, finalist("new", *NOW)]).candidate == tuned.candidate
+    own = finalist("old", score(0.95), score(0.95), changed=1)
+    assert judged([own, finalist("old", score(0.86), score(0.88))]).candidate == own.candidate
 
 
 def test_what_a_policy_has_not_is_not_compared() -> None:
