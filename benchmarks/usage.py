@@ -206,7 +206,8 @@ async def _ask(
     body = json.dumps(asked).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-        f"Authorization: Bearer sk-{key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Authorization: Bearer sk-{key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
     )
     writer.write(head.encode() + body)
     said = (await reader.readuntil(b"\r\n\r\n")).decode().lower()

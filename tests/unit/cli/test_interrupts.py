@@ -25,6 +25,7 @@ class WhenImported:
             os.kill(os.getpid(), number)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 sys.meta_path.insert(0, WhenImported())
 from appliance.__main__ import main
 main()
