@@ -31,6 +31,8 @@ AskAll: TypeAlias = Callable[[Call], Awaitable[list[Answer]]]
 """The answers of all boxes."""
 
 MOST_BODY_BYTES: Final = 64 << 20
+MOST_BODIES: Final = 8
+"""Of all requests together, as many of the longest."""
 BOX_HEADER: Final = b"x-appliance-box"
 """Which box has answered."""
 LOADS_PATH: Final = "/api/fleet"
@@ -58,6 +60,8 @@ class Front:
         self._most_body = most_body
         self._left_out = left_out
         """Headers of answers that the server adds itself."""
+        self._held_bytes = 0
+        """Of the bodies of all requests that are under way."""
 
     async def __call__(self, scope: Message, receive: Receive, reply: Reply) -> None:
         if scope["type"] == "lifespan":
@@ -68,22 +72,27 @@ class Front:
             await reply({"type": "websocket.close", "code": 1000})
 
     async def _http(self, scope: Message, receive: Receive, reply: Reply) -> None:
-        client = _Client(scope, reply, self._left_out)
+        client, body = _Client(scope, reply, self._left_out), bytearray()
         try:
-            body = await self._body(receive)
-            await unless_hung_up(receive, self._answer(client, body))  # type: ignore[arg-type]
+            await self._read(receive, body)
+            answer = self._answer(client, bytes(body))
+            await unless_hung_up(receive, answer)  # type: ignore[arg-type]
         except ApiError as error:
             if not isinstance(error, HungUp):
                 await client.refuse(error)
+        finally:
+            self._held_bytes -= len(body)
 
-    async def _body(self, receive: Receive) -> bytes:
-        """Raises `ApiError` if it is too long."""
-        body = bytearray()
-        while True:
+    async def _read(self, receive: Receive, body: bytearray) -> None:
+        """Read the whole body. Raises `ApiError` if it is too long, or with others is too much."""
+        more = True
+        while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise HungUp
-            body += message.get("body", b"")
+            more, part = message.get("more_body", False), message.get("body", b"")
+            body += part
+            self._held_bytes += len(part)
             if len(body) > self._most_body:
                 raise ApiError(
                     413,
@@ -91,8 +100,13 @@ class Front:
                     "send it to a box",
                     code="body_too_large",
                 )
-            if not message.get("more_body"):
-                return bytes(body)
+            if self._held_bytes > MOST_BODIES * self._most_body:
+                raise ApiError(
+                    503,
+                    "the bodies of all requests are too much for the fleet's memory; try again later",
+                    code="fleet_full",
+                    headers={"Retry-After": "1"},
+                )
 
     async def _answer(self, client: _Client, body: bytes) -> None:
         path = client.path

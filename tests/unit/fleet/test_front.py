@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from appliance.fleet.front import MOST_BODIES
 from tests.unit.fleet.served_boxes import EVENTS, LINES, ScriptedBox, fleet_of
 
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hello"}]}
@@ -206,6 +207,26 @@ async def test_a_body_that_is_too_long_is_refused() -> None:
 
     assert answer.status_code == 413
     assert not box.asked
+
+
+async def test_bodies_of_all_requests_together_are_bounded() -> None:
+    """A further one is refused until some have ended; a short one still has room."""
+    box = ScriptedBox(chunks=(b"{", b"}"), waits=asyncio.Event())
+    long = b"x" * 60_000
+    async with fleet_of({"box": box}) as (client, _):
+        asked = [asyncio.create_task(client.post(PATH, content=long)) for _ in range(MOST_BODIES)]
+        while len(box.asked) < MOST_BODIES:  # noqa: ASYNC110 - requests come from all clients
+            await asyncio.sleep(0)
+        refused = await client.post(PATH, content=long)
+        short = asyncio.create_task(client.post(PATH, json=CHAT))
+        assert box.waits is not None
+        box.waits.set()
+        answers = [await one for one in (*asked, short)]
+        later = await client.post(PATH, content=long)
+
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "fleet_full"
+    assert {answer.status_code for answer in (*answers, later)} == {200}
 
 
 async def test_a_model_is_looked_up_where_it_is() -> None:
