@@ -103,7 +103,7 @@ class Front:
             if self._held_bytes > MOST_BODIES * self._most_body:
                 raise ApiError(
                     503,
-                    "the bodies of all requests are too much for the fleet's memory; try again later",
+                    "the bodies of all requests together are too much; try again later",
                     code="fleet_full",
                     headers={"Retry-After": "1"},
                 )
