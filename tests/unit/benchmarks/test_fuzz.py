@@ -158,7 +158,7 @@ def test_a_server_error_that_is_not_documented_is_found() -> None:
     assert not found(503, b'{"ok":false,"reasons":["no worker is up"]}')
     assert not found(404, b"")
     assert not found(503, None)
-    assert found(502, None)
+    assert found(504, None)
     assert found(503, b'{"error":{"message":"wait","code":"storage_failed"}}')
     assert found(503, b'{"error":{"message":"wait","code":"unheard_of"}}')
     assert found(503, b'{"error":"of a kind that no page has"}')

@@ -35,6 +35,7 @@ WALL_CLOCK = {
     "daemon/decision_loop.py": "what policies are shown, in events that the journal has",
     "daemon/gauges.py": "when what is resident was last looked at, which routers read",
     "daemon/policy_history.py": "when policies were chosen",
+    "fleet/plan_cli.py": "of which days usage is asked for",
     "frontend/ollama/replies.py": "`created_at`",
     "frontend/serving/published.py": "`completed_at`",
     "observability/tracing.py": "when spans were",

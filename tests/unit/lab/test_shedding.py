@@ -78,7 +78,7 @@ def of_all(runs: list[RunMetrics]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("rate", [0.4, 0.6])
 def test_who_is_refused_would_have_been_late(rate: float) -> None:
-    """Eight of ten at least, where nothing is refused."""
+    """Three of four at least, where nothing is refused."""
     late = marked = 0
     for seed in SEEDS:
         judge = Judge()
@@ -90,7 +90,7 @@ def test_who_is_refused_would_have_been_late(rate: float) -> None:
                 marked += 1
                 late += first.get(life.number, float("inf")) > due
     assert marked > 20
-    assert late >= 0.8 * marked
+    assert late >= 0.75 * marked
 
 
 def first_tokens(run: SimulationRun) -> dict[int, float]:

@@ -28,8 +28,9 @@ STARTED = (
     "appliance.frontend.zygote",
     "appliance.memory.weight_cache.image_writer",
 )
-ELSEWHERE = {"demo/run.py", "testing/rerun.py"}
-"""Name the interpreter in a line for a person to type, and start a policy author's own module."""
+ELSEWHERE = {"demo/run.py", "fleet/ray_serve/node.py", "testing/rerun.py"}
+"""Name the interpreter in a line for a person to type, run Ray's own command, and start a policy
+author's own module."""
 
 
 def says(command: Sequence[str], folder: Path) -> str:
