@@ -5,7 +5,8 @@ tokens as answers that were longer than what it had got have on average (`output
 that left would have left after as many tokens from any policy; the vector of a prompt that
 was embedded is a token; layers are loaded as evenly as in a model of `LAYERS` layers. Step times
 are fitted to the journal's own turns and prompts. Where a policy always has prompts computed in
-turns that decode, what such turns take longer than their decoding is the prompts'.
+turns that decode, what such turns take longer than their decoding is the prompts'. Where all
+prompts begin before their weights are there, they count as long as they took.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ def recording(
         raise LabError(f"{path}: {error}") from None
     if not reader.recorder.lives:
         raise LabError(f"{path}: there are no requests in it")
+    reader.learn_cold_prompts()
     _lengthen(reader.recorder.lives)
     return JournalRecording(
         setting=reader.setting(),
@@ -294,6 +296,10 @@ class _Reader:
         self._turns: defaultdict[ModelName, list[int]] = defaultdict(list)
         """Steps of each turn in them."""
         self._beside: defaultdict[ModelName, list[_Beside]] = defaultdict(list)
+        self._cold: defaultdict[ModelName, list[tuple[float, float, float, float]]] = defaultdict(
+            list
+        )
+        """Prompts that began before all of their weights were there, as rows of `measured`."""
 
     def hear(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         if self._began is None and isinstance(event, RequestArrived):
@@ -391,10 +397,11 @@ class _Reader:
                 job.prompt_tokens.append(life.kv_tokens)
             job.known &= life is not None
             return
-        if life is not None and job.warm and event.seconds > 0 and self._learns:
+        if life is not None and event.seconds > 0 and self._learns:
             tokens = life.kv_tokens
             row = (tokens, tokens * tokens, 1.0, event.seconds)
-            self.measured[event.model].prompts.append(row)
+            rows = self.measured[event.model].prompts if job.warm else self._cold[event.model]
+            rows.append(row)
         self._computed(event.instance, event.model, job, event.seconds, 0)
 
     @_on.register
@@ -440,6 +447,13 @@ class _Reader:
                 seconds=event.seconds,
             )
         )
+
+    def learn_cold_prompts(self) -> None:
+        """Where each request finds the weights of its model away, no other prompts were seen. They
+        took no longer than that, and the lab then has them take as long as they did."""
+        if self.prompts < ENOUGH:
+            for model, rows in self._cold.items():
+                self.measured[model].prompts += rows
 
     @property
     def prompts(self) -> int:

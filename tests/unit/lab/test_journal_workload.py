@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from appliance.lab.noise import Deviation
 from appliance.lab.replay.journal_part import last_part
 from appliance.lab.replay.journal_workload import recording
 from appliance.lab.sim.simulator import SimulationRun, Start, simulate
+from appliance.lab.workload import Arrival
 from appliance.scheduling.machine import Machine
 from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec, TurnEnded
@@ -51,6 +52,7 @@ def write(
     drafted: int = 0,
     slow: Mapping[str, float] | None = None,
     start: Start | None = None,
+    asked: Sequence[Arrival] | None = None,
 ) -> SimulationRun:
     """A journal of a run on two toy instances; `slow` models take so many times as long."""
     setup = Setup(
@@ -72,7 +74,7 @@ def write(
             machine,
             lab_bench.box(2) if box is None else box,
             profiles,
-            arrivals(120),
+            arrivals(120) if asked is None else asked,
             until,
             deviation=Deviation(noise=noise),
             start=start,
@@ -380,6 +382,22 @@ def test_prompts_that_are_never_computed_alone_have_times_too(tmp_path: Path, ti
         assert profile.step_seconds(4, 300) == pytest.approx(truth.step_seconds(4, 300), rel=0.02)
         expected = pytest.approx(truth.prefill_seconds(MEAN_TOKENS), rel=0.4)
         assert profile.prefill_seconds(MEAN_TOKENS) == expected
+
+
+def test_prompts_that_all_find_their_weights_away_have_times_too(tmp_path: Path) -> None:
+    """As long as they took, which is no longer than a load more than the truth."""
+    models = [MODELS[number % len(MODELS)] for number in range(30)]
+    asked = [
+        Arrival(seconds=10.0 * (1 + n), model=model, prompt_tokens=60 + n, output_tokens=5)
+        for n, model in enumerate(models)
+    ]
+    write(tmp_path / "journal", box=lab_bench.box(2, slabs=12), asked=asked)
+    found = recording(tmp_path / "journal")
+    assert found.prompts == len(asked)
+    for name, profile in found.setting.profiles.items():
+        truth = lab_bench.profile(name).prefill_seconds(75)
+        load = 4 * SLAB / found.setting.box.gpu.link_bytes_per_second
+        assert truth <= profile.prefill_seconds(75) <= truth + 1.1 * load
 
 
 def test_a_turn_in_which_the_machine_stood_still_teaches_nothing(tmp_path: Path) -> None:
