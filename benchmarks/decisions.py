@@ -7,7 +7,7 @@ Loads are those of `benchmarks/decision_house.py`: `turns`, `homes` and `apart`.
 events of the given number are timed: each question through the stack (the policy, and checking its
 answer), and each event without the questions it led to, and with them. Microseconds, median and
 99th percentile: of the processor, without Python's garbage collector, which may strike anywhere and
-is told of apart; of the processor with the collector; and of the clock. What is there after the
+is shown apart; of the processor with the collector; and of the clock. What is there after the
 warm-up is frozen, as the daemon does after its start. All runs are the same, so of each question
 the least time of the runs counts: other processes take the caches, and so make some slower. Events
 are those of the last run. `commands` is a digest of all commands: it is the same if all decisions
@@ -184,7 +184,7 @@ def measure(
 def run(
     load: str, policy: str, models: int, instances: int, warm_up: int, events: int, seed: int
 ) -> tuple[dict[str, Any], dict[str, list[Taken]]]:
-    """What is told of one run, and what its questions took."""
+    """The figures of one run, and what its questions took."""
     collector = Collector()
     watch = Stopwatch(load_stack(PolicyChoice(use=(policy,))), collector)
     house = House(LOADS[load], cast(Policy, watch), models, instances, seed, collector.clock_ns)

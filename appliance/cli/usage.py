@@ -31,25 +31,41 @@ PATH = "/api/usage"
 _MOST_AT_ONCE: Final = 64
 
 
+def _days_and_format(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of which days, and how the sums are printed."""
+    options = (
+        click.option(
+            "--since",
+            metavar="DATE",
+            help="The first day (UTC): 2026-11-01, or 30d for 30 days ago.",
+        ),
+        click.option("--until", metavar="DATE", help="The last day, likewise; without it, today."),
+        click.option("--csv", "as_csv", is_flag=True, help="Print CSV, not a table."),
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _check_format(as_csv: bool, as_json: bool) -> None:
+    if as_csv and as_json:
+        raise click.UsageError("give --csv or --json, not both")
+
+
 @click.command()
 @click.option(
     "--by", default="key,model", show_default=True, metavar="NAMES",
     help="What to add up by, with commas in between: key, organization, model, day, month, "
     "outcome.",
 )  # fmt: skip
-@click.option(
-    "--since", metavar="DATE", help="The first day (UTC): 2026-11-01, or 30d for 30 days ago."
-)
-@click.option("--until", metavar="DATE", help="The last day, likewise; without it, today.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, not a table.")
+@_days_and_format
 @url_option
-@json_option
 def usage(
     by: str, since: str | None, until: str | None, as_csv: bool, url: str, as_json: bool
 ) -> None:
     """Show what keys used: requests, tokens, GPU seconds, waiting."""
-    if as_csv and as_json:
-        raise click.UsageError("give --csv or --json, not both")
+    _check_format(as_csv, as_json)
     asked = {"by": by, "since": since, "until": until}
     query = {name: value for name, value in asked.items() if value is not None}
     if as_csv:
@@ -79,12 +95,7 @@ def usage(
     help="What to add up by, with commas in between: box, key, organization, model, day, month, "
     "outcome.",
 )  # fmt: skip
-@click.option(
-    "--since", metavar="DATE", help="The first day (UTC): 2026-11-01, or 30d for 30 days ago."
-)
-@click.option("--until", metavar="DATE", help="The last day, likewise; without it, today.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, not a table.")
-@json_option
+@_days_and_format
 def fleet_usage(
     boxes: tuple[str, ...],
     by: str,
@@ -98,8 +109,7 @@ def fleet_usage(
     Boxes with keys want one with the scope admin, in $APPLIANCE_API_KEY: the same for all. Boxes
     that do not answer are named, and the status is 1: the sums are without them.
     """
-    if as_csv and as_json:
-        raise click.UsageError("give --csv or --json, not both")
+    _check_format(as_csv, as_json)
     try:
         names, urls = fleet_dimensions(by), _urls(boxes)
     except FleetError as error:
