@@ -141,6 +141,19 @@ class SimulatedInstance:
                 self._queue.appendleft(command)
                 return
 
+    def record_steps(self, until: float) -> None:
+        """Record the tokens that the turn under way has computed by `until`, at which a run ends:
+        its batch has them, although their stretch is not over."""
+        turn = self._job
+        if not isinstance(turn, SimulatedTurn) or turn.entry is None or until <= turn.start:
+            return
+        steps = steps_until(until - turn.start, turn.first, turn.growth)
+        if turn.start + elapsed(turn.first, turn.growth, steps) > until:
+            steps -= 1  # the step that is being computed
+        if steps := min(steps, turn.steps):
+            for life in turn.batch:
+                self._recorder.produced(life, turn.start, turn.first, turn.growth, steps)
+
     def _release(self, command: Release) -> None:
         self._known.released.add(command.request)
         turn = self._job

@@ -190,6 +190,8 @@ class BoxSimulation:
 
     def ended(self, until: float, samples: Sequence[Sample] = ()) -> SimulationRun:
         """What happened up to the time advanced to."""
+        for instance in self._instances.values():
+            instance.record_steps(until)
         return SimulationRun(
             recorder=self._recorder,
             until=until,
