@@ -142,17 +142,9 @@ class SimulatedInstance:
                 return
 
     def record_steps(self, until: float) -> None:
-        """Record the tokens that the turn under way has computed by `until`, at which a run ends:
-        its batch has them, although their stretch is not over."""
-        turn = self._job
-        if not isinstance(turn, SimulatedTurn) or turn.entry is None or until <= turn.start:
-            return
-        steps = steps_until(until - turn.start, turn.first, turn.growth)
-        if turn.start + elapsed(turn.first, turn.growth, steps) > until:
-            steps -= 1  # the step that is being computed
-        if steps := min(steps, turn.steps):
-            for life in turn.batch:
-                self._recorder.produced(life, turn.start, turn.first, turn.growth, steps)
+        """Record the tokens of a turn that is under way when the run ends, at `until`."""
+        if isinstance(turn := self._job, SimulatedTurn):
+            turn.record(self._recorder, turn.steps_by(until))
 
     def _release(self, command: Release) -> None:
         self._known.released.add(command.request)
@@ -466,8 +458,7 @@ class SimulatedInstance:
         batch = len(turn.batch)
         kv_tokens = turn.kv_tokens + batch * turn.steps
         self._recorder.reach.steps(engine.profile, batch, kv_tokens, seconds)
-        for life in turn.batch:
-            self._recorder.produced(life, turn.start, turn.first, turn.growth, turn.steps)
+        turn.record(self._recorder, turn.steps)
         computed = self._compute_prompts(turn) if turn.prompts else []
         tokens = [(life, turn.steps) for life in turn.batch]
         tokens += [(p.life, 1) for p in computed if p.life.id not in self._known.released]
@@ -517,16 +508,7 @@ class SimulatedInstance:
         for request in turn.waiting:
             self._reports.prompt_deferred(command.model, request)
         if turn.done_steps:
-            span = ComputeSpan(
-                self.number,
-                command.model,
-                turn.began,
-                self._agenda.now,
-                turn.largest,
-                turn.done_steps,
-                turn.done_prompts,
-            )
-            self._recorder.computed(span, turn.done_seconds)
+            self._recorder.computed(turn.span(self.number, self._agenda.now), turn.done_seconds)
         self._reports.turn_ended(turn, reason)
         self.work()
 

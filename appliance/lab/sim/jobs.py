@@ -7,11 +7,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from appliance.lab.hardware import ModelProfile
-from appliance.lab.sim.closed_form import steps_in_room
+from appliance.lab.sim.closed_form import elapsed, steps_in_room, steps_until
 from appliance.lab.sim.engine import SimulatedEngine
 from appliance.lab.sim.event_queue import ScheduledEvent
-from appliance.lab.sim.recorder import Life
-from appliance.vocabulary import ModelName, RequestId, RunPrefill, RunTurn, TurnEnd
+from appliance.lab.sim.recorder import ComputeSpan, Life, Recorder
+from appliance.vocabulary import InstanceId, ModelName, RequestId, RunPrefill, RunTurn, TurnEnd
 
 
 @dataclass(slots=True)
@@ -125,3 +125,30 @@ class SimulatedTurn:
             growth = profile.step_growth_seconds(batch)
         self.start, self.kv_tokens = start, kv_tokens
         self.first, self.growth = first * self.factor, growth * self.factor
+
+    def steps_by(self, until: float) -> int:
+        """Steps of the stretch that are computed by then."""
+        if self.entry is None or until <= self.start:
+            return 0
+        steps = steps_until(until - self.start, self.first, self.growth)
+        if self.start + elapsed(self.first, self.growth, steps) > until:
+            steps -= 1  # the step that is being computed
+        return min(steps, self.steps)
+
+    def record(self, recorder: Recorder, steps: int) -> None:
+        """Each request of the batch got a token from each of the first steps of the stretch."""
+        if steps:
+            for life in self.batch:
+                recorder.produced(life, self.start, self.first, self.growth, steps)
+
+    def span(self, instance: InstanceId, ended: float) -> ComputeSpan:
+        """What the turn was, as it is over."""
+        return ComputeSpan(
+            instance,
+            self.command.model,
+            self.began,
+            ended,
+            self.largest,
+            self.done_steps,
+            self.done_prompts,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from appliance.hookspecs import hookimpl
 from appliance.lab.experiments.metrics import measure
 from appliance.lab.experiments.run import Contender, Setting, System, play
 from appliance.lab.hardware import Box, gpu, profile
+from appliance.lab.sim.closed_form import elapsed
 from appliance.lab.sim.simulator import SimulationRun, Visit, simulate
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import DiskLedger, HostLedger
@@ -472,12 +474,34 @@ def test_a_prompt_beyond_the_context_is_refused() -> None:
 
 
 def test_a_run_ends_when_its_time_is_up() -> None:
-    """What is under way then is left as it is."""
+    """Requests that are under way then are left as they are."""
     done = run(machine("aegaeon", 1), arrivals(), until=10.0)
     assert {life.outcome for life in done.recorder.lives} > {None}
     metrics = measure(done)
     assert 0 < metrics.finished < metrics.requests
     assert 0 < metrics.busy_share < 1
+
+
+@pytest.mark.parametrize("policy", ["aegaeon", "taichi", "appliance"])
+@pytest.mark.parametrize("until", [3.0, 10.0, 31.4])
+def test_a_run_that_ends_has_the_tokens_of_turns_under_way(policy: str, until: float) -> None:
+    """As many of each request as a longer run of the same has by then."""
+    short = run(machine(policy, 2), arrivals(), until=until)
+    long = run(machine(policy, 2), arrivals())
+
+    assert tokens_by(until, short) == tokens_by(until, long)
+    assert tokens_by(until, short).total() == sum(short.recorder.counts)
+
+
+def tokens_by(seconds: float, done: SimulationRun) -> Counter[int]:
+    """Tokens of each request that came by then."""
+    found: Counter[int] = Counter()
+    record = done.recorder
+    columns = (record.requests, record.starts, record.firsts, record.growths, record.counts)
+    for request, start, first, growth, count in zip(*columns, strict=True):
+        steps = range(1, count + 1)
+        found[request] += sum(start + elapsed(first, growth, k) <= seconds for k in steps)
+    return +found
 
 
 def test_built_in_tables_know_the_models_of_the_paper() -> None:
