@@ -198,6 +198,11 @@ class ModelActivities:
             running=found.running,
             queue_age_seconds=found.queue_age_seconds,
             pool_free_bytes=found.pool_free_bytes,
+            requests={
+                each: count
+                for name, count in found.requests.items()
+                for each in self._names_of(name)
+            },
             attainment=1 - late / tokens if tokens else None,
             draining=draining,
             version=Load.version_of(catalogue, resident),
@@ -205,13 +210,17 @@ class ModelActivities:
 
     def _named(self, models: Collection[ModelName]) -> tuple[str, ...]:
         """All names by which requests may ask for those of these that are served."""
-        served = self._catalogue.served
         return tuple(
             each
             for name in self._catalogue.names()
             if name in models
-            for each in (name, *served[name].aliases, *served[name].adapters)
+            for each in self._names_of(name)
         )
+
+    def _names_of(self, model: ModelName) -> tuple[str, ...]:
+        """All names by which requests may ask for it; none once it is not served any more."""
+        served = self._catalogue.served.get(model)
+        return () if served is None else (model, *served.aliases, *served.adapters)
 
     def _activity_of(self, name: ModelName, running: int, waiting: int) -> ModelActivity:
         served = self._catalogue.served[name]

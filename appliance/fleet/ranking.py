@@ -2,6 +2,12 @@
 
     resident > coming > in host cache > on disk; a crowded box comes after all that are not
 
+Where other models are to come to a box's devices, models take turns there, and one that is resident
+counts as coming. Of the boxes where a model is coming, the one with the most requests of it is
+first; of those where it is in the host cache or on disk, the one that has requests of the fewest
+other models. So models gather on boxes that hold all they are asked for, instead of taking turns
+on each.
+
 Boxes that are alike in that get requests by their load, then by the age of their queue, and ties go
 by model, or by prefix or session. A router knows what it has sent to a box since the box was asked
 last, and counts that (`BoxState.sent`): otherwise all requests between two polls would go to the
@@ -48,6 +54,8 @@ class BoxLoad(Word, frozen=True, kw_only=True):
     queue_age_seconds: float = 0.0
     """How long the oldest request has waited of which nothing was computed yet."""
     pool_free_bytes: int = 0
+    requests: Mapping[ModelName, int] = {}
+    """Those that have not ended, by model, for models that have any."""
     attainment: float | None = None
     """Share of late requests that met their SLO targets; None if there were none."""
     draining: bool = False
@@ -75,6 +83,21 @@ class BoxState(Word, frozen=True, kw_only=True):
     def requests(self) -> int:
         """Those that it had, and those that it was sent since."""
         return self.load.waiting + self.load.running + self.sent
+
+    def requests_of(self, model: ModelName) -> int:
+        """The same, of one model."""
+        return self.load.requests.get(model, 0) + self.sent_models.get(model, 0)
+
+    def others_asked_for(self, model: ModelName) -> int:
+        """Models other than this one that have requests there."""
+        asked = self.load.requests.keys() | self.sent_models.keys()
+        return len(asked) - (model in asked)
+
+    def others_coming(self, model: ModelName) -> bool:
+        """Whether models other than this one are to come to its devices."""
+        if len(self.load.coming) > (model in self.load.coming):
+            return True
+        return any(one != model and one not in self.load.resident for one in self.sent_models)
 
 
 class Nearness(IntEnum):
@@ -163,13 +186,23 @@ def _able(request: FleetRequest, boxes: Sequence[BoxState]) -> list[BoxState]:
     return [box for box in boxes if box.takes(request.model)]
 
 
+def _rank(box: BoxState, model: ModelName) -> tuple[Nearness, int]:
+    """Less is better. O(models that have requests there)."""
+    near = nearness(box, model)
+    if near >= Nearness.HOST:
+        return near, box.others_asked_for(model)
+    if near is Nearness.COMING or box.others_coming(model):
+        return Nearness.COMING, -box.requests_of(model)
+    return near, 0
+
+
 def _nearest(model: ModelName, able: Sequence[BoxState]) -> list[BoxState]:
-    """The boxes that are not crowded, and of those the nearest ones; none if none is able."""
+    """The boxes that are not crowded, and of those the best ones; none if none is able."""
     if not able:
         return []
     most = CROWDED_FACTOR * math.fsum([box.requests for box in able]) / len(able) + CROWDED_SLACK
     free = [box for box in able if box.requests <= most]
-    ranked = [(nearness(box, model), box) for box in free]
+    ranked = [(_rank(box, model), box) for box in free]
     best = min([rank for rank, _ in ranked])
     return [box for rank, box in ranked if rank == best]
 

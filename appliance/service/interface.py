@@ -551,6 +551,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pool_free_bytes: int
     """Of the pools of instances that are up, what neither weights nor KV hold by the daemon's
     books."""
+    requests: dict[str, int]
+    """Live requests of each of those that have any; under an alias or an adapter, those of its
+    model."""
     attainment: float | None
     """The share of the last minute's tokens that came in time; None if there were none."""
     draining: bool

@@ -5,6 +5,8 @@ The daemon answers `GET /api/load` with it, and the lab's boxes are polled with 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from appliance.scheduling.lifecycle import Stage
@@ -34,6 +36,8 @@ class MachineLoad(NamedTuple):
     """How long the oldest queued request has waited; 0 if none is."""
     pool_free_bytes: int
     """Of the memory of all instances that are up, what neither weights nor KV hold."""
+    requests: Mapping[ModelName, int]
+    """Live requests by model, for models that have any."""
 
 
 def machine_load(machine: Machine, now: float) -> MachineLoad:
@@ -48,7 +52,9 @@ def machine_load(machine: Machine, now: float) -> MachineLoad:
             coming |= ledger.loading
             free_slabs += ledger.free_slabs
     running, oldest = 0, now
+    requests: Counter[ModelName] = Counter()
     for request in machine.requests.values():
+        requests[request.model] += 1
         running += request.stage in COMPUTED_STAGES
         if request.stage in QUEUED_STAGES:
             coming.add(request.model)
@@ -61,4 +67,5 @@ def machine_load(machine: Machine, now: float) -> MachineLoad:
         running=running,
         queue_age_seconds=now - oldest,
         pool_free_bytes=free_slabs * machine.host.slab_bytes,
+        requests=requests,
     )

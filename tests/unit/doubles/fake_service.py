@@ -239,6 +239,7 @@ class FakeService:
             running=len(self.live),
             queue_age_seconds=0.0,
             pool_free_bytes=600,
+            requests={"small": 2},
             attainment=0.98,
             draining=False,
             version=Load.version_of(tuple(self._cards), ("small",)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -37,6 +39,7 @@ loads = st.builds(
     host=some_models,
     waiting=st.integers(0, 40),
     running=st.integers(0, 40),
+    requests=st.dictionaries(st.sampled_from(MODELS), st.integers(1, 40)),
     queue_age_seconds=st.floats(0, 60),
     draining=st.booleans(),
 )
@@ -51,13 +54,22 @@ states = st.builds(
 fleets = st.lists(states, max_size=8, unique_by=lambda box: box.name)
 
 
-def box(name: str, *, waiting: int = 0, sent: int = 0, age: float = 0.0, **has: str) -> BoxState:
+def box(
+    name: str,
+    *,
+    waiting: int = 0,
+    sent: int = 0,
+    age: float = 0.0,
+    asked: Mapping[str, int] = {},
+    **has: str,
+) -> BoxState:
     """A box that has model `a` in its catalogue, and others or the same where it is said."""
     sets = {where: frozenset(models) for where, models in has.items()}
     load = BoxLoad(
         **({"catalogue": frozenset("a")} | sets),  # type: ignore[arg-type]
         waiting=waiting,
         queue_age_seconds=age,
+        requests=asked,
     )
     return BoxState(name=name, load=load, sent=sent)
 
@@ -82,7 +94,7 @@ def test_a_nearer_box_comes_first(
     request: FleetRequest, boxes: list[BoxState], chance: float
 ) -> None:
     """Of boxes that have the same number of requests, and so are not crowded, residency takes none
-    where the model is farther than on another."""
+    where the model is farther than on another, if resident and coming are one."""
     level = [
         BoxState(name=one.name, load=replace(one.load, waiting=3, running=0), dead=one.dead)
         for one in boxes
@@ -92,8 +104,39 @@ def test_a_nearer_box_comes_first(
     for choose in (choose_residency, choose_residency_prefix):
         chosen = choose(request, level, chance)
         assert chosen is not None
-        nearest = min(nearness(one, request.model) for one in able)
-        assert nearness(chosen, request.model) == nearest
+        near = {one.name: max(Nearness.COMING, nearness(one, request.model)) for one in able}
+        assert near[chosen.name] == min(near.values())
+
+
+def test_a_box_that_is_to_hold_no_other_model_comes_first() -> None:
+    """The model is resident on both, but on the first it takes turns with one that waits for a
+    device there, which is known from a poll, or from what was sent since."""
+    request = FleetRequest(model="a")
+    alone = box("y", waiting=1, resident="a")
+    waits = box("x", resident="a", coming="b")
+    sent = BoxState(name="x", load=box("x", resident="a").load, sent=1, sent_models={"b": 1})
+
+    assert choose_residency(request, [waits, alone], 0.0) == alone
+    assert choose_residency(request, [sent, alone], 0.0) == alone
+
+
+def test_a_model_gathers_where_its_requests_are() -> None:
+    """On both boxes models take turns; the one with more requests of the model gets more of them,
+    wherever it was resident when they were asked."""
+    request = FleetRequest(model="a")
+    few = box("x", resident="a", coming="b", asked={"a": 2, "b": 1})
+    many = box("y", resident="b", coming="a", asked={"a": 3, "b": 4}, waiting=2)
+
+    assert choose_residency(request, [few, many], 0.0) == many
+
+
+def test_a_model_that_is_nowhere_comes_to_the_box_with_the_fewest_others() -> None:
+    """Not to the one with the fewest requests: there it would take turns with two models."""
+    request = FleetRequest(model="a")
+    two = box("x", host="a", asked={"b": 1, "c": 1}, waiting=2)
+    one = box("y", host="a", asked={"b": 5}, waiting=5)
+
+    assert choose_residency(request, [two, one], 0.0) == one
 
 
 @given(request=requests, boxes=fleets, chance=chances, data=st.data())

@@ -42,6 +42,7 @@ def test_a_model_is_coming_until_it_is_resident() -> None:
     cluster.tell(ModelLoadRequested(model="b"))
     wanted = machine_load(cluster.machine, cluster.now)
     assert wanted.coming == {"a", "b"}
+    assert wanted.requests == {"a": 1}
 
     cluster.settle()
     found = machine_load(cluster.machine, cluster.now)
