@@ -126,9 +126,8 @@ DISPATCH_COSTS: Final = FixedCosts(step=0.02, per_token=0.001, switch=1.5)
 
 
 def four_instances(tokens: int = 900) -> list[InstanceView]:
-    """For a request for A. The first instance decodes A, and a prompt of B with so many tokens waits
-    there; the second has A's weights, and a long queue of D; the third decodes C, the fourth B and
-    C."""
+    """For a request for A. The first decodes A, and a prompt of B with so many tokens waits there;
+    the second has A's weights, and a long queue of D; the third decodes C, the fourth B and C."""
     return [
         instance_view(
             0,
