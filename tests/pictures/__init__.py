@@ -1,1 +1,1 @@
-"""The pictures of README.md: what is in `docs/images`, made of committed data alone."""
+"""The pictures of README.md and of pages: `docs/images`, made of committed data and code alone."""

@@ -7,6 +7,7 @@ from typing import Final
 
 from tests.pictures.badges import badges
 from tests.pictures.capacity import capacity
+from tests.pictures.policy.files import figures
 from tests.pictures.terminals import dashboard_picture
 
 FOLDER: Final = Path(__file__).parents[2] / "docs" / "images"
@@ -18,4 +19,5 @@ async def pictures() -> dict[str, str]:
         "dashboard.svg": await dashboard_picture(),
         "results.svg": capacity(),
         **{f"{name}.svg": drawn for name, drawn in badges().items()},
+        **figures(),
     }
