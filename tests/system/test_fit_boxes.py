@@ -11,6 +11,7 @@ import asyncio
 import random
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -102,9 +103,10 @@ def advised(file: Path) -> str:
 class Seen(NamedTuple):
     """What a journal tells."""
 
-    peaks: dict[Key, int]
-    """The most requests of each kind that were computed at once, on all instances: those that got a
-    token in the same step, or, where they get none, those of the same turn."""
+    peaks: Counter[Key]
+    """The most requests of each kind that were computed at once on each instance, added up: those
+    that got a token in the same step, or, where they get none, those of the same turn. Instances
+    are not looked at together: one may be done before the other has begun."""
     weight_slabs: dict[ModelName, int]
     """Of each model, as its engine reported them."""
 
@@ -135,7 +137,7 @@ def compared(
         # At least: engines pad rows of the wrong length (decision 42).
         yield Row(f"{one.name}: slabs of weights", slabs, own, 0 <= own - slabs <= 0.1 * slabs)
         for tokens, number in sizes(one, short(model)).items():
-            most = seen.peaks.get((one.name, tokens), 0)
+            most = seen.peaks[one.name, tokens]
             what = f"{one.name}: requests of {tokens:,} tokens"
             yield Row(what, number, most, abs(most - number) <= 0.1 * number)
 
@@ -235,18 +237,13 @@ def read(path: Path) -> Seen:
     _, entries = journal.read(path)
     requests: dict[RequestId, RequestSpec] = {}
     turns: dict[InstanceId, RunTurn] = {}
-    at_once: dict[InstanceId, set[RequestId]] = {}
-    peaks: dict[Key, int] = {}
+    peaks: dict[InstanceId, Counter[Key]] = {}
     weight_slabs: dict[ModelName, int] = {}
 
-    def note() -> None:
-        counts: dict[Key, int] = {}
-        for name in set().union(*at_once.values()):
-            request = requests[name]
-            key = (request.model, request.prompt_tokens + request.max_tokens)
-            counts[key] = counts.get(key, 0) + 1
-        for key, count in counts.items():
-            peaks[key] = max(count, peaks.get(key, 0))
+    def note(instance: InstanceId, names: Iterable[RequestId]) -> None:
+        found = [requests[name] for name in names]
+        counts = Counter((one.model, one.prompt_tokens + one.max_tokens) for one in found)
+        peaks[instance] = peaks.get(instance, Counter()) | counts
 
     for entry in entries:
         match entry.event:
@@ -254,13 +251,11 @@ def read(path: Path) -> Seen:
                 requests[request.id] = request
             case TokensProduced(instance=number, tokens=tokens) if number in turns:
                 got = {one.request for one in tokens}
-                at_once[number] = got & set(turns[number].requests)
-                note()
+                note(number, got & set(turns[number].requests))
             case ModelBuilt():
                 weight_slabs[entry.event.model] = entry.event.weight_slabs
             case TurnEnded(instance=number):
                 turns.pop(number, None)
-                at_once.pop(number, None)
         for command in entry.commands:
             match command:
                 case RunTurn(instance=number):
@@ -270,6 +265,5 @@ def read(path: Path) -> Seen:
                     prompts = (command.request,)
                 case _:
                     continue
-            at_once[number] = {name for name in prompts if not requests[name].max_tokens}
-            note()
-    return Seen(peaks, weight_slabs)
+            note(number, [name for name in prompts if not requests[name].max_tokens])
+    return Seen(sum(peaks.values(), Counter()), weight_slabs)
