@@ -195,6 +195,7 @@ class ModelActivities:
             coming=self._named(found.coming),
             host=self._named(found.host),
             waiting=found.waiting,
+            waiting_by_model=dict(found.waiting_by_model),
             running=found.running,
             queue_age_seconds=found.queue_age_seconds,
             pool_free_bytes=found.pool_free_bytes,

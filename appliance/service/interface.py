@@ -545,6 +545,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     host: tuple[str, ...]
     """Those whose weights are whole in the host cache."""
     waiting: int
+    waiting_by_model: dict[str, int]
+    """The same by model, under the model's own name; without those of which none waits."""
     running: int
     queue_age_seconds: float
     """How long the oldest request that waits to begin has waited; 0 if none waits."""

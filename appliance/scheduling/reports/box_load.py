@@ -5,6 +5,8 @@ The daemon answers `GET /api/load` with it, and the lab's boxes are polled with 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from appliance.scheduling.lifecycle import Stage
@@ -28,6 +30,8 @@ class MachineLoad(NamedTuple):
     """Their image in the host cache is whole."""
     waiting: int
     """Live requests that are not computed now."""
+    waiting_by_model: Mapping[ModelName, int]
+    """The same by model, without those of which none waits."""
     running: int
     """Those that are."""
     queue_age_seconds: float
@@ -48,8 +52,12 @@ def machine_load(machine: Machine, now: float) -> MachineLoad:
             coming |= ledger.loading
             free_slabs += ledger.free_slabs
     running, oldest = 0, now
+    waiting: Counter[ModelName] = Counter()
     for request in machine.requests.values():
-        running += request.stage in COMPUTED_STAGES
+        if request.stage in COMPUTED_STAGES:
+            running += 1
+        else:
+            waiting[request.model] += 1
         if request.stage in QUEUED_STAGES:
             coming.add(request.model)
             oldest = min(oldest, request.arrived)
@@ -58,6 +66,7 @@ def machine_load(machine: Machine, now: float) -> MachineLoad:
         coming=frozenset(coming - resident),
         host=machine.weight_cache.whole,
         waiting=len(machine.requests) - running,
+        waiting_by_model=waiting,
         running=running,
         queue_age_seconds=now - oldest,
         pool_free_bytes=free_slabs * machine.host.slab_bytes,

@@ -61,6 +61,7 @@ def test_a_queued_request_ages_and_brings_its_model() -> None:
 
     assert (found.waiting, found.running, found.queue_age_seconds) == (2, 1, 2.5)
     assert found.coming == {"a", "b", "c"}
+    assert found.waiting_by_model == {"b": 1, "c": 1}
 
 
 def test_a_lost_instance_has_nothing() -> None:
@@ -74,3 +75,4 @@ def test_a_lost_instance_has_nothing() -> None:
 
     assert (found.resident, found.coming, found.pool_free_bytes) == (frozenset(), {"b"}, 0)
     assert (found.waiting, found.running) == (1, 0)
+    assert found.waiting_by_model == {"b": 1}
