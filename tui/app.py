@@ -61,6 +61,9 @@ class Dashboard(App[None]):
     """A client of one `DaemonSource`. Whatever it shows it read in its `State`."""
 
     TITLE = "appliance"
+    VIEWS: ClassVar[tuple[type[View], ...]] = VIEWS
+    """In the order of their digits."""
+    HEADER: ClassVar[type[Header]] = Header
     CSS = """
     Screen { layout: vertical; }
     ContentSwitcher, View, Canvas { height: 1fr; }
@@ -108,14 +111,14 @@ class Dashboard(App[None]):
         self._shown_at = 0.0
         self._views: list[View] = []
         # Kept, not searched for: it is asked for with every event.
-        self._switcher = ContentSwitcher(initial=VIEWS[0].names[0])
-        self._header, self._tabs, self._hints = Header(), Tabs(), Hints()
+        self._switcher = ContentSwitcher(initial=self.VIEWS[0].names[0])
+        self._header, self._tabs, self._hints = self.HEADER(), Tabs(), Hints()
         self._prompt = CommandPrompt(self.commands)
 
     # --- what is on the screen -------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        self._views = [kind() for kind in VIEWS]
+        self._views = [kind() for kind in self.VIEWS]
         for view in self._views:
             view.id = view.names[0]
             view.source, view.off = self.source, self._off
@@ -373,7 +376,9 @@ class Dashboard(App[None]):
 
     def _detail(self) -> None:
         view, row = self.view, self.view.current()
-        if row is not None and view.detail(row[0], self.context) is not None:
+        if row is None or view.enter(row[0]):
+            return
+        if view.detail(row[0], self.context) is not None:
             self.show_page(row[0], partial(view.detail, row[0]))
 
     def _raw(self) -> None:
@@ -399,7 +404,9 @@ class Dashboard(App[None]):
 
     def _help(self) -> None:
         view = self.view
-        keys = [*KEYS, *view.help, *((one.key, one.help) for one in view.actions)]
+        own = {key for key, _ in view.help}
+        keys = [*(row for row in KEYS if row[0] not in own), *view.help]
+        keys += [(one.key, one.help) for one in view.actions]
 
         def lines(context: ViewContext) -> list[Line]:
             title, accent = f"bold {context.theme.accent}", context.theme.accent

@@ -81,7 +81,7 @@ class View(Widget):
     names: ClassVar[tuple[str, ...]]
     """Of the commands that go there, the long one first."""
     help: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Keys of its own, and what they do."""
+    """Keys of its own, and what they do; also those that do something else elsewhere."""
     actions: ClassVar[tuple[Action, ...]] = ()
     asks: tuple[Ask, ...] = ()
     """What it needs besides the state; it is found in `State.answer`. May change with what is shown
@@ -144,6 +144,10 @@ class View(Widget):
         """Keys of the rows that an action is for: the marked ones, or the one under the cursor."""
         row = self.current()
         return [] if row is None else [row[0]]
+
+    def enter(self, key: str) -> bool:
+        """Enter on a row does something of the view's own. False if not: its detail is shown."""
+        return False
 
     def detail(self, key: str, context: ViewContext) -> list[Line] | None:
         """A row in words, as it is now; None for one that is no longer there."""

@@ -81,8 +81,12 @@ class _Gate:
         """With requests that wait for the turn of their key, and names that the key knows."""
         load, turns = self._service.load(), self._admission.waiting()
         ages = (load.queue_age_seconds, *(request.age_seconds for request in turns))
+        by_model = Counter(load.waiting_by_model) + self._queues()
         load = msgspec.structs.replace(
-            load, waiting=load.waiting + len(turns), queue_age_seconds=max(ages)
+            load,
+            waiting=load.waiting + len(turns),
+            waiting_by_model=dict(by_model),
+            queue_age_seconds=max(ages),
         )
         key = current.get().key
         if key is None or not key.models:
@@ -90,7 +94,11 @@ class _Gate:
         fields = ("catalogue", "resident", "coming", "host")
         known = {one: tuple(filter(key.allows, getattr(load, one))) for one in fields}
         version = Load.version_of(known["catalogue"], known["resident"])
-        return msgspec.structs.replace(load, **known, version=version)
+        counts = {
+            one: {name: n for name, n in getattr(load, one).items() if key.allows(name)}
+            for one in ("waiting_by_model", "requests_by_model")
+        }
+        return msgspec.structs.replace(load, **known, **counts, version=version)
 
     def model_activity(self, name: ModelName) -> ModelActivity:
         return _queued(self._service.model_activity(name), self._queues())

@@ -195,12 +195,13 @@ class ModelActivities:
             coming=self._named(found.coming),
             host=self._named(found.host),
             waiting=found.waiting,
+            waiting_by_model=dict(found.waiting_by_model),
             running=found.running,
             queue_age_seconds=found.queue_age_seconds,
             pool_free_bytes=found.pool_free_bytes,
-            requests={
+            requests_by_model={
                 each: count
-                for name, count in found.requests.items()
+                for name, count in found.requests_by_model.items()
                 for each in self._names_of(name)
             },
             attainment=1 - late / tokens if tokens else None,

@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
-import httpx
 from rich.console import Console
 
 from appliance.client import DEFAULT_URL, check_address, fail, own_key
 from appliance.errors import FleetError
 from appliance.fleet.endpoints import Box, Endpoints, Polled, read_boxes
 from appliance.fleet.plan_cli import apply_command, plan
+from appliance.fleet.polling import BoxPoller
 from appliance.fleet.ranking import ROUTERS
 from appliance.fleet.ray_serve.node import Node, use_token
 from appliance.fleet.ray_serve.settings import RAY_PORT, FleetSettings
 from appliance.fleet.status import all_take, rows, table
 from appliance.platform.durable import replace, sync_replaced
 
-POLL_SECONDS: Final = 2.0
-"""A box that does not answer for so long gives no answer."""
 _READABLE: Final = 0o644
 """The picker may be another user."""
-_MOST_AT_ONCE: Final = 64
 _WIDE: Final = 1000
 """Columns of a table that no terminal shows."""
 
 FC = TypeVar("FC", bound=Callable[..., Any])
 
 
-def boxes_option(command: FC) -> FC:
-    """`--box`, once for each."""
+def boxes_option_for(required: bool, before: str = "") -> Callable[[FC], FC]:
+    """`--box`, once for each; its help begins with `before`."""
     return click.option(
-        "--box", "boxes", multiple=True, required=True, metavar="NAME=URL",
-        help="A box: http://ADDRESS:PORT, with an IPv4 address. Give one for each.",
-    )(command)  # fmt: skip
+        "--box", "boxes", multiple=True, required=required, metavar="NAME=URL",
+        help=f"{before}A box: http://ADDRESS:PORT, with an IPv4 address. Give one for each.",
+    )  # fmt: skip
+
+
+boxes_option = boxes_option_for(required=True)
 
 
 @click.group()
@@ -68,12 +67,18 @@ def endpoints(file: Path, boxes: tuple[str, ...], once: bool, interval: float) -
     A box that drains, or is not ready, is out at once, one that does not answer after two rounds.
     Boxes with keys want one with the scope observe, in $APPLIANCE_API_KEY.
     """
-    known = _known(boxes)
-    state, written = Endpoints(known), b""
-    with _client() as client, ThreadPoolExecutor(min(_MOST_AT_ONCE, len(known))) as threads:
+    asyncio.run(_follow(file, known_boxes(boxes), own_key(), None if once else interval))
+
+
+async def _follow(
+    file: Path, boxes: Sequence[Box], key: str | None, interval: float | None
+) -> None:
+    """Write the file round by round, or once without an interval."""
+    state, written = Endpoints(boxes), b""
+    async with BoxPoller(key) as poller:
         while True:
             try:
-                lines = state.polled(_round(client, threads, known))
+                lines = state.polled(await poller.poll_all(boxes))
             except FleetError as error:
                 fail(str(error))
             for line in lines:
@@ -81,9 +86,9 @@ def endpoints(file: Path, boxes: tuple[str, ...], once: bool, interval: float) -
             if (document := state.document()) != written:
                 _write(file, document)
                 written = document
-            if once:
+            if interval is None:
                 return
-            time.sleep(interval)
+            await asyncio.sleep(interval)
 
 
 @fleet.command()
@@ -94,9 +99,8 @@ def status(boxes: tuple[str, ...]) -> None:
     Ends with status 1 unless all of them take requests. Boxes with keys want one with the scope
     observe, in $APPLIANCE_API_KEY.
     """
-    known = _known(boxes)
-    with _client() as client, ThreadPoolExecutor(min(_MOST_AT_ONCE, len(known))) as threads:
-        answers = _round(client, threads, known)
+    known = known_boxes(boxes)
+    answers = asyncio.run(_answers(known, own_key()))
     try:
         lines = rows(known, answers)
     except FleetError as error:
@@ -168,34 +172,17 @@ def serve(
     run(node, own_key(), settings, Listen(host.strip("[]"), int(port)))
 
 
-def _known(texts: Sequence[str]) -> tuple[Box, ...]:
+def known_boxes(texts: Sequence[str]) -> tuple[Box, ...]:
+    """Of the option `--box`. Ends the command for what is no box."""
     try:
         return read_boxes(texts)
     except FleetError as error:
         fail(str(error), 2)
 
 
-def _client() -> httpx.Client:
-    key = own_key()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.Client(headers=headers, timeout=POLL_SECONDS)
-
-
-def _round(
-    client: httpx.Client, threads: ThreadPoolExecutor, boxes: Sequence[Box]
-) -> dict[str, Polled | None]:
-    """The answers of all boxes, which are asked at the same time."""
-    answers = threads.map(lambda box: _poll(client, box), boxes)
-    return dict(zip((box.name for box in boxes), answers, strict=True))
-
-
-def _poll(client: httpx.Client, box: Box) -> Polled | None:
-    try:
-        ready = client.get(f"{box.url}/readyz")
-        load = client.get(f"{box.url}/api/load")
-    except httpx.HTTPError:
-        return None
-    return Polled(ready.status_code, load.status_code, load.content)
+async def _answers(boxes: Sequence[Box], key: str | None) -> dict[str, Polled | None]:
+    async with BoxPoller(key) as poller:
+        return await poller.poll_all(boxes)
 
 
 def _write(file: Path, document: bytes) -> None:

@@ -36,11 +36,12 @@ class Box(NamedTuple):
 
 
 class Polled(NamedTuple):
-    """What a box answered: the status of ``/readyz``; that of ``/api/load``, and its body."""
+    """What a box answered: the statuses of ``/readyz`` and ``/api/load``, and their bodies."""
 
     ready_status: int
     load_status: int
     load: bytes
+    ready: bytes = b""
 
 
 class _Draining(msgspec.Struct):

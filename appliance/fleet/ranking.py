@@ -54,7 +54,7 @@ class BoxLoad(Word, frozen=True, kw_only=True):
     queue_age_seconds: float = 0.0
     """How long the oldest request has waited of which nothing was computed yet."""
     pool_free_bytes: int = 0
-    requests: Mapping[ModelName, int] = {}
+    requests_by_model: Mapping[ModelName, int] = {}
     """Those that have not ended, by model, for models that have any."""
     attainment: float | None = None
     """Share of late requests that met their SLO targets; None if there were none."""
@@ -86,11 +86,11 @@ class BoxState(Word, frozen=True, kw_only=True):
 
     def requests_of(self, model: ModelName) -> int:
         """The same, of one model."""
-        return self.load.requests.get(model, 0) + self.sent_models.get(model, 0)
+        return self.load.requests_by_model.get(model, 0) + self.sent_models.get(model, 0)
 
     def others_asked_for(self, model: ModelName) -> int:
         """Models other than this one that have requests there."""
-        asked = self.load.requests.keys() | self.sent_models.keys()
+        asked = self.load.requests_by_model.keys() | self.sent_models.keys()
         return len(asked) - (model in asked)
 
     def others_coming(self, model: ModelName) -> bool:

@@ -545,13 +545,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     host: tuple[str, ...]
     """Those whose weights are whole in the host cache."""
     waiting: int
+    waiting_by_model: dict[str, int]
+    """The same by model, under the model's own name; without those of which none waits."""
     running: int
     queue_age_seconds: float
     """How long the oldest request that waits to begin has waited; 0 if none waits."""
     pool_free_bytes: int
     """Of the pools of instances that are up, what neither weights nor KV hold by the daemon's
     books."""
-    requests: dict[str, int]
+    requests_by_model: dict[str, int]
     """Live requests of each of those that have any; under an alias or an adapter, those of its
     model."""
     attainment: float | None

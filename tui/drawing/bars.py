@@ -49,6 +49,11 @@ class Header(Canvas):
             left: Line = [(f" {what}: {state.lost}, {again} · {source.name} ", f"bold {theme.bad}")]
             self.paint([spread(left, right, self.size.width)])
             return
+        self.paint([spread(self.summary(context, source), right, self.size.width)])
+
+    def summary(self, context: ViewContext, source: DaemonSource) -> Line:
+        """All of it in a line, when it is known."""
+        state, theme = context.state, context.theme
         tree = state.tree
         ready = tree.get("readiness", {})
         text = (
@@ -59,7 +64,7 @@ class Header(Canvas):
         instances, counts = state.rows("instances"), count(state)
         up = sum(row.get("state") == "up" for row in instances.values())
         age = duration(max(0.0, context.now - tree.get("started_unix_seconds", context.now)))
-        left = [
+        return [
             (f" appliance {tree.get('version', '')} ", theme.strong),
             text,
             (f" · {up}/{len(instances)} up", "" if up == len(instances) else theme.bad),
@@ -67,7 +72,6 @@ class Header(Canvas):
             (f" · {counts.running} running, {counts.waiting} waiting", ""),
             (f" · {age} · {source.name} ", theme.dim),
         ]
-        self.paint([spread(left, right, self.size.width)])
 
 
 class Tabs(Canvas):
@@ -137,7 +141,8 @@ class Hints(Canvas):
         if not readonly:
             keys += [(action.key, action.name) for action in view.actions]
         if view.sorts():
-            keys += [("/", "filter"), ("s", "sort"), ("Enter", "detail")]
+            keys += [("/", "filter"), ("s", "sort")]
+            keys += [("Enter", "detail")] if "Enter" not in dict(view.help) else []
         keys.insert(1, ("q", "quit"))
         self.paint([_fitting(keys, self.size.width, context)])
 

@@ -16,6 +16,8 @@ from tui.messages import Document
 from tui.view import View, ViewContext
 
 GAP = 2
+TOTAL = "TOTAL"
+"""The key of the line of totals."""
 LEAST_TEXT = 8
 """Cells that a text column needs to be worth showing."""
 
@@ -51,6 +53,7 @@ class TableView(View):
         self._shown: list[tuple[str, Document]] = []
         """All rows that pass the filter, sorted."""
         self._all = 0
+        self._total: Document | None = None
         self._cursor: str | None = None
         self._place = 0
         """Of the cursor among those shown."""
@@ -66,6 +69,10 @@ class TableView(View):
     def rows(self, context: ViewContext) -> dict[str, Document]:
         """What there is, by key."""
         raise NotImplementedError
+
+    def total(self, rows: list[Document]) -> Document | None:
+        """These rows in one, which is the last line; None for a table without it."""
+        return None
 
     def nothing(self, context: ViewContext) -> str:
         """What is said where there are no rows."""
@@ -92,6 +99,7 @@ class TableView(View):
                 key=lambda one: _order(column.value(one[0], one[1], context)), reverse=self._down
             )
         self._shown = shown
+        self._total = self.total([row for _, row in shown]) if shown else None
         self._find_cursor()
         self._paint()
 
@@ -112,27 +120,26 @@ class TableView(View):
         place = places.get(self._cursor or "", self._place)
         self._place = max(0, min(place, len(self._shown) - 1))
         self._cursor = self._shown[self._place][0] if self._shown else None
-        height = max(1, self._canvas.size.height - 1)
+        height = max(1, self._room_for_rows)
         self._top = min(self._top, max(0, len(self._shown) - height))
         self._top = max(min(self._top, self._place), self._place - height + 1)
+
+    @property
+    def _room_for_rows(self) -> int:
+        """Lines for them: titles have one, and so has the total."""
+        return max(0, self._canvas.size.height - (1 if self._total is None else 2))
 
     def _paint(self) -> None:
         context = self._view_context
         if context is None:
             return
-        width, height = self._canvas.size
-        visible = self._shown[self._top : self._top + max(0, height - 1)]
-        cells = [
-            [
-                (column.text(value), context.theme.dim if faded else column.style(value, context))
-                for column in self.columns
-                for value in (column.value(key, row, context),)
-            ]
-            for key, row in visible
-            for faded in (self.faded(key, row, context),)
-        ]
+        width = self._canvas.size.width
+        visible = self._shown[self._top : self._top + self._room_for_rows]
+        cells = [self._row_cells(key, row, context) for key, row in visible]
+        total = None if self._total is None else self._row_cells(TOTAL, self._total, context)
         for place, column in enumerate(self.columns):
-            widest = max([cell_len(row[place][0]) for row in cells], default=0)
+            all_cells = cells if total is None else [*cells, total]
+            widest = max([cell_len(row[place][0]) for row in all_cells], default=0)
             title = cell_len(column.title) + (column.title == self._sort)
             before = self._widths.get(column.title, 0)
             self._widths[column.title] = max(before, widest, title)
@@ -146,9 +153,21 @@ class TableView(View):
                 lines.append([(set_cell_size(text, width), context.theme.cursor)])
             else:
                 lines.append([(mark, context.theme.warn), *line])
+        if total is not None:
+            bold = [(text, f"bold {style}") for text, style in total[:count]]
+            lines.append([(" ", ""), *self._cells(bold, spare)])
         if not self._all and (why := self.nothing(context)):
             lines += folded([[(f" {why}", context.theme.dim)]], width)
         self._canvas.paint(lines)
+
+    def _row_cells(self, key: str, row: Document, context: ViewContext) -> list[tuple[str, str]]:
+        """Texts and styles of all columns."""
+        faded = self.faded(key, row, context)
+        values = [column.value(key, row, context) for column in self.columns]
+        return [
+            (column.text(value), context.theme.dim if faded else column.style(value, context))
+            for column, value in zip(self.columns, values, strict=True)
+        ]
 
     def _fitting(self, width: int) -> tuple[int, int]:
         """How many columns are shown, one at least; and how wide the last of them may be."""
@@ -252,7 +271,7 @@ class TableView(View):
         self._paint()
 
     def on_key(self, event: events.Key) -> None:
-        page = max(1, self._canvas.size.height - 2)
+        page = max(1, self._room_for_rows - 1)
         moves = {
             "up": -1, "k": -1, "down": 1, "j": 1, "pageup": -page, "pagedown": page,
             "home": -len(self._shown), "g": -len(self._shown),
@@ -276,8 +295,9 @@ class TableView(View):
     def on_click(self, event: events.Click) -> None:
         """A title sorts, a row gets the cursor; twice, it is opened (by who is above)."""
         if event.y > 0:
-            if self._top + event.y - 1 < len(self._shown):
-                self._move(self._top + event.y - 1 - self._place)
+            row = self._top + event.y - 1
+            if event.y <= self._room_for_rows and row < len(self._shown):
+                self._move(row - self._place)
             return
         used = 1
         for column in self.columns[: self._fitting(self._canvas.size.width)[0]]:

@@ -18,6 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -31,6 +32,9 @@ from appliance.lab.workload import Arrival
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.reports.box_load import machine_load
 from appliance.vocabulary import ModelName, RequestId, Word
+
+_TOLD: Final = frozenset(BoxLoad.__struct_fields__)
+"""What a router is told of a box's load."""
 
 
 class FleetSetting(Word, frozen=True, kw_only=True):
@@ -140,7 +144,8 @@ class _Box:
     def state(self, now: float) -> BoxState:
         """As it answers a poll."""
         found = machine_load(self.simulation.machine, now)
-        load = BoxLoad(catalogue=self.catalogue, **found._asdict())
+        told = {name: one for name, one in found._asdict().items() if name in _TOLD}
+        load = BoxLoad(catalogue=self.catalogue, **told)
         return BoxState(name=self.name, load=load)
 
     def ended(self, now: float) -> SimulationRun:

@@ -30,13 +30,15 @@ class MachineLoad(NamedTuple):
     """Their image in the host cache is whole."""
     waiting: int
     """Live requests that are not computed now."""
+    waiting_by_model: Mapping[ModelName, int]
+    """The same by model, without those of which none waits."""
     running: int
     """Those that are."""
     queue_age_seconds: float
     """How long the oldest queued request has waited; 0 if none is."""
     pool_free_bytes: int
     """Of the memory of all instances that are up, what neither weights nor KV hold."""
-    requests: Mapping[ModelName, int]
+    requests_by_model: Mapping[ModelName, int]
     """Live requests by model, for models that have any."""
 
 
@@ -52,10 +54,14 @@ def machine_load(machine: Machine, now: float) -> MachineLoad:
             coming |= ledger.loading
             free_slabs += ledger.free_slabs
     running, oldest = 0, now
+    waiting: Counter[ModelName] = Counter()
     requests: Counter[ModelName] = Counter()
     for request in machine.requests.values():
         requests[request.model] += 1
-        running += request.stage in COMPUTED_STAGES
+        if request.stage in COMPUTED_STAGES:
+            running += 1
+        else:
+            waiting[request.model] += 1
         if request.stage in QUEUED_STAGES:
             coming.add(request.model)
             oldest = min(oldest, request.arrived)
@@ -64,8 +70,9 @@ def machine_load(machine: Machine, now: float) -> MachineLoad:
         coming=frozenset(coming - resident),
         host=machine.weight_cache.whole,
         waiting=len(machine.requests) - running,
+        waiting_by_model=waiting,
         running=running,
         queue_age_seconds=now - oldest,
         pool_free_bytes=free_slabs * machine.host.slab_bytes,
-        requests=requests,
+        requests_by_model=requests,
     )

@@ -314,6 +314,7 @@ async def test_load_tells_of_no_other_models(house: House) -> None:
     """Names that the key does not know are in no list, and `version` is of those it knows."""
     limited = house.add("a", scopes=(Scope.OBSERVE,), models=("small",))
     whole = house.add("b", scopes=(Scope.OBSERVE,))
+    house.service.waiting = {"small": 2, "org/small": 1}
     answers = []
     for secret in (limited, whole):
         async with house.client(secret) as client:
@@ -321,6 +322,10 @@ async def test_load_tells_of_no_other_models(house: House) -> None:
 
     assert answers[0]["catalogue"] == ["small"] == answers[0]["resident"] == answers[0]["host"]
     assert answers[0]["coming"] == []
+    assert answers[0]["waiting_by_model"] == {"small": 2}
+    assert answers[1]["waiting_by_model"] == {"small": 2, "org/small": 1}
+    assert answers[0]["requests_by_model"] == {"small": 2}
+    assert answers[1]["requests_by_model"] == {"small": 2, "org/small": 1}
     assert answers[1]["catalogue"] == ["small", "org/small"]
     assert answers[0]["version"] != answers[1]["version"]
 

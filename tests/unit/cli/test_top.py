@@ -22,6 +22,7 @@ from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import PID, Box, setup_of, small
+from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.serving import served
 from tui.recording import NoRecording, NotRecorded
 
@@ -315,6 +316,68 @@ def test_the_dashboard_is_started_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     for option, words in [("--replay", "that is none"), ("--record", "File exists")]:
         result = CliRunner().invoke(cli, ["top", option, str(there)])
         assert (result.exit_code, words in result.stderr) == (2, True)
+
+
+async def test_a_fleet_is_shown_once() -> None:
+    """A line for each box, of one that does not answer with the reason; rows for programs."""
+    service = FakeService()
+    service.waiting = {"small": 2}
+    async with served(create_app(service)) as port:
+        boxes = ["--box", f"here=http://127.0.0.1:{port}", "--box", "gone=http://127.0.0.1:9"]
+        line = ["top", "--fleet", "--once", *boxes]
+        page = await asyncio.to_thread(CliRunner().invoke, cli, line)
+        whole = await asyncio.to_thread(CliRunner().invoke, cli, [*line, "--json"])
+        front = ["top", "--fleet", "--once", "--connect", f"http://127.0.0.1:{port}"]
+        none = await asyncio.to_thread(CliRunner().invoke, cli, front)
+
+    words = [row.split() for row in page.stdout.splitlines()]
+    assert words[1] == ["here", "ready", "2", "0", "0.0", "s", "600B", "98%", "↓org/small", "small"]
+    assert words[2] == ["gone", "unreachable", "connection", "refused"]
+    rows = json.loads(whole.stdout)["boxes"]
+    assert [row["state"] for row in rows] == ["ready", "unreachable"]
+    assert rows[0]["waiting_by_model"] == {"small": 2}
+    assert (page.exit_code, whole.exit_code, none.exit_code) == (0, 0, 1)
+    assert "not the front of a fleet" in none.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--fleet"], "--fleet needs --box"),
+        (["--fleet", "--connect", "unix:/x"], "--fleet needs --box"),
+        (["--fleet", "--connect", "x"], "is no address"),
+        (["--box", "a=http://127.0.0.1:1"], "--box is for --fleet"),
+        (["--fleet", "--box", "http://127.0.0.1:1"], "give NAME=URL"),
+        (["--fleet", "--box", "a=http://127.0.0.1:1", "--connect", "http://x:1"], "not both"),
+        (["--fleet", "--box", "a=http://127.0.0.1:1", "--record", "x"], "goes with none"),
+        (["--fleet", "--box", "a=http://127.0.0.1:1", "--web"], "goes with none"),
+        (["--fleet", "--box", "a=http://127.0.0.1:1"], "needs a terminal"),
+    ],
+)
+def test_a_fleet_is_named_by_its_boxes_or_its_front(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(cli, ["top", *options], env={"APPLIANCE_URL": None})
+    assert (result.exit_code, words in " ".join(result.stderr.split())) == (2, True)
+
+
+def test_the_dashboard_of_a_fleet_is_started_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the boxes or on a front, with the key; the environment may name the front."""
+    started: list[tuple[str, dict[str, Any]]] = []
+
+    def run(watch: Any, **options: Any) -> None:
+        started.append((f"{type(watch).__name__} {watch.name}", options))
+
+    monkeypatch.setattr("tui.fleet.start.run", run)
+    monkeypatch.setattr("appliance.cli.top.on_a_terminal", lambda: True)
+    monkeypatch.setenv("APPLIANCE_API_KEY", "secret")
+    boxes = ["--box", "a=http://127.0.0.1:1", "--box", "b=http://127.0.0.1:2"]
+    monkeypatch.setenv("APPLIANCE_URL", "http://front:8080")
+    for options in (boxes, ["--readonly", "--theme", "light"]):
+        assert CliRunner().invoke(cli, ["top", "--fleet", *options]).exit_code == 0
+
+    assert started == [
+        ("BoxWatch 2 boxes", {"key": "secret", "readonly": False, "theme": "dark"}),
+        ("FrontWatch http://front:8080", {"key": "secret", "readonly": True, "theme": "light"}),
+    ]
 
 
 def test_what_breaks_the_dashboard_is_not_taken_for_the_recording(

@@ -123,6 +123,8 @@ class FakeService:
     def __init__(self, script: Callable[[FakeGeneration], None] | None = None) -> None:
         self.script = script
         self.submitted: list[FakeGeneration] = []
+        self.waiting: dict[str, int] = {}
+        """Requests that wait, by model, as routers see them."""
         self.live: dict[RequestId, FakeGeneration] = {}
         self.arrivals: asyncio.Queue[FakeGeneration] = asyncio.Queue()
         self.room = 1000
@@ -235,11 +237,12 @@ class FakeService:
             resident=("small",),
             coming=("org/small",),
             host=("small", "org/small"),
-            waiting=0,
+            waiting=sum(self.waiting.values()),
+            waiting_by_model=self.waiting,
             running=len(self.live),
             queue_age_seconds=0.0,
             pool_free_bytes=600,
-            requests={"small": 2},
+            requests_by_model={"small": 2, "org/small": 1},
             attainment=0.98,
             draining=False,
             version=Load.version_of(tuple(self._cards), ("small",)),

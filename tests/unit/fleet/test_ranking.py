@@ -39,7 +39,7 @@ loads = st.builds(
     host=some_models,
     waiting=st.integers(0, 40),
     running=st.integers(0, 40),
-    requests=st.dictionaries(st.sampled_from(MODELS), st.integers(1, 40)),
+    requests_by_model=st.dictionaries(st.sampled_from(MODELS), st.integers(1, 40)),
     queue_age_seconds=st.floats(0, 60),
     draining=st.booleans(),
 )
@@ -69,7 +69,7 @@ def box(
         **({"catalogue": frozenset("a")} | sets),  # type: ignore[arg-type]
         waiting=waiting,
         queue_age_seconds=age,
-        requests=asked,
+        requests_by_model=asked,
     )
     return BoxState(name=name, load=load, sent=sent)
 

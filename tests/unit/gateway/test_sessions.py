@@ -15,6 +15,7 @@ import pytest
 from appliance.access.admission import Admission
 from appliance.access.auth import Access
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
+from appliance.api.key_view import gated
 from appliance.engines.protocol import GuideRefused
 from appliance.gateway import sessions as gateway
 from appliance.gateway.image_wire import NotFetched
@@ -703,7 +704,7 @@ async def test_a_wait_has_an_end(house: House) -> None:
 
 
 async def test_one_that_waits_can_be_cancelled(house: House) -> None:
-    """By its client, who hears nothing more, or by an operator."""
+    """By its client, who hears nothing more, or by an operator. Routers count it until then."""
     secret = house.add("alice")
     house.service.at_once = 0
     front = house.front()
@@ -711,6 +712,8 @@ async def test_one_that_waits_can_be_cancelled(house: House) -> None:
     front.submit(call, "a")
     front.submit(call, "b")
     assert [one.id for one in house.admission.waiting()] == ["a", "b"]
+    load = gated(house.service, house.access, house.admission).load()  # type: ignore[arg-type]
+    assert (load.waiting, load.waiting_by_model) == (2, {"small": 2})
     front.abort("a")
     assert house.admission.turn_away("b")
     assert (front.refused["b"].status, front.refused["b"].code) == (499, "cancelled")

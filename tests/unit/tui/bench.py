@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from textual import events
@@ -17,7 +17,17 @@ from textual.keys import _character_to_key
 from textual.widget import Widget
 
 from tui.app import Dashboard
-from tui.messages import AnswerPiece, DaemonRefused, Document, Kind, Message, PieceKind
+from tui.messages import (
+    AnswerPiece,
+    DaemonRefused,
+    DaemonSource,
+    Document,
+    Kind,
+    Message,
+    PieceKind,
+)
+
+Shown = TypeVar("Shown", bound=Dashboard)
 
 NOW = 1_700_000_000.0
 """2023-11-14 22:13:20 UTC."""
@@ -156,8 +166,13 @@ class Told:
 
 @asynccontextmanager
 async def dashboard(
-    source: Told, *, size: tuple[int, int] = (80, 24), colours: bool = True, **options: Any
-) -> AsyncIterator[Dashboard]:
+    source: DaemonSource,
+    *,
+    size: tuple[int, int] = (80, 24),
+    colours: bool = True,
+    kind: type[Shown] = Dashboard,  # type: ignore[assignment]
+    **options: Any,
+) -> AsyncIterator[Shown]:
     """It has heard all that the source has said so far. Whatever the machine wishes for, it is in
     UTC, and has its colours unless it is to have none."""
     try:
@@ -170,7 +185,7 @@ async def dashboard(
                 patch.setenv("NO_COLOR", "1")
             # Two clicks are a double click however long this machine takes for them.
             patch.setattr(Dashboard, "CLICK_CHAIN_TIME_THRESHOLD", math.inf)
-            app = Dashboard(source, clock=lambda: NOW, **options)
+            app = kind(source, clock=lambda: NOW, **options)
             async with app.run_test(size=size, notifications=True):
                 await settle(app)
                 yield app

@@ -42,7 +42,7 @@ def test_a_model_is_coming_until_it_is_resident() -> None:
     cluster.tell(ModelLoadRequested(model="b"))
     wanted = machine_load(cluster.machine, cluster.now)
     assert wanted.coming == {"a", "b"}
-    assert wanted.requests == {"a": 1}
+    assert wanted.requests_by_model == {"a": 1}
 
     cluster.settle()
     found = machine_load(cluster.machine, cluster.now)
@@ -62,6 +62,7 @@ def test_a_queued_request_ages_and_brings_its_model() -> None:
 
     assert (found.waiting, found.running, found.queue_age_seconds) == (2, 1, 2.5)
     assert found.coming == {"a", "b", "c"}
+    assert found.waiting_by_model == {"b": 1, "c": 1}
 
 
 def test_a_lost_instance_has_nothing() -> None:
@@ -75,3 +76,4 @@ def test_a_lost_instance_has_nothing() -> None:
 
     assert (found.resident, found.coming, found.pool_free_bytes) == (frozenset(), {"b"}, 0)
     assert (found.waiting, found.running) == (1, 0)
+    assert found.waiting_by_model == {"b": 1}

@@ -352,6 +352,7 @@ class BusyCluster(RuleBasedStateMachine):
         assert found.resident == loaded
         assert found.coming >= {n for n, at in stages if at is EngineStage.LOADING} - loaded
         assert found.waiting + found.running == len(machine.requests)
+        assert sum(found.waiting_by_model.values()) == found.waiting
 
     @invariant()
     def every_wait_has_a_reason(self) -> None:
