@@ -233,6 +233,7 @@ def _load_of(number: int, boxes: int, models: Sequence[str]) -> BoxLoad:
         host=frozenset(turned[:40]),
         waiting=number % 3,
         running=number % 7,
+        requests_by_model=dict.fromkeys(turned[:9], 1),
     )
 
 
