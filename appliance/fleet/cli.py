@@ -7,10 +7,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import click
 import httpx
@@ -18,7 +18,8 @@ from rich.console import Console
 
 from appliance.client import DEFAULT_URL, check_address, fail, own_key
 from appliance.errors import FleetError
-from appliance.fleet.endpoints import Box, Endpoints, Polled, read_boxes
+from appliance.fleet.box_addresses import Box, Reach, boxes_option, read_boxes
+from appliance.fleet.endpoints import Endpoints, Polled
 from appliance.fleet.plan_cli import apply_command, plan
 from appliance.fleet.ranking import ROUTERS
 from appliance.fleet.ray_serve.node import Node, use_token
@@ -34,16 +35,6 @@ _MOST_AT_ONCE: Final = 64
 _WIDE: Final = 1000
 """Columns of a table that no terminal shows."""
 
-FC = TypeVar("FC", bound=Callable[..., Any])
-
-
-def boxes_option(command: FC) -> FC:
-    """`--box`, once for each."""
-    return click.option(
-        "--box", "boxes", multiple=True, required=True, metavar="NAME=URL",
-        help="A box: http://ADDRESS:PORT, with an IPv4 address. Give one for each.",
-    )(command)  # fmt: skip
-
 
 @click.group()
 def fleet() -> None:
@@ -56,7 +47,7 @@ fleet.add_command(apply_command)
 
 @fleet.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@boxes_option
+@boxes_option(Reach.PICKER)
 @click.option("--once", is_flag=True, help="Ask the boxes once, write FILE and end.")
 @click.option(
     "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
@@ -68,7 +59,7 @@ def endpoints(file: Path, boxes: tuple[str, ...], once: bool, interval: float) -
     A box that drains, or is not ready, is out at once, one that does not answer after two rounds.
     Boxes with keys want one with the scope observe, in $APPLIANCE_API_KEY.
     """
-    known = _known(boxes)
+    known = _known(boxes, Reach.PICKER)
     state, written = Endpoints(known), b""
     with _client() as client, ThreadPoolExecutor(min(_MOST_AT_ONCE, len(known))) as threads:
         while True:
@@ -87,14 +78,14 @@ def endpoints(file: Path, boxes: tuple[str, ...], once: bool, interval: float) -
 
 
 @fleet.command()
-@boxes_option
+@boxes_option(Reach.NETWORK)
 def status(boxes: tuple[str, ...]) -> None:
     """Show what each box has on its devices and how busy it is.
 
     Ends with status 1 unless all of them take requests. Boxes with keys want one with the scope
     observe, in $APPLIANCE_API_KEY.
     """
-    known = _known(boxes)
+    known = _known(boxes, Reach.NETWORK)
     with _client() as client, ThreadPoolExecutor(min(_MOST_AT_ONCE, len(known))) as threads:
         answers = _round(client, threads, known)
     try:
@@ -168,9 +159,9 @@ def serve(
     run(node, own_key(), settings, Listen(host.strip("[]"), int(port)))
 
 
-def _known(texts: Sequence[str]) -> tuple[Box, ...]:
+def _known(texts: Sequence[str], reach: Reach) -> tuple[Box, ...]:
     try:
-        return read_boxes(texts)
+        return read_boxes(texts, reach)
     except FleetError as error:
         fail(str(error), 2)
 
