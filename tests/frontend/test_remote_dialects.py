@@ -200,6 +200,47 @@ async def test_tools_thoughts_and_images_of_a_message(
 
 
 @pytest.mark.parametrize(
+    ("finish", "reason"), [("length", "max_tokens"), ("content_filter", "refusal")]
+)
+async def test_why_a_message_ended(
+    claude: anthropic.AsyncAnthropic, server: OpenAiServer, finish: str, reason: str
+) -> None:
+    """Whole and streamed. A call that was cut off is none."""
+    asked: Any = {"model": "far", "max_tokens": 5, "messages": HELLO}
+    cut = [call_of('{"city": ')] if finish == "length" else []
+    server.answering = saying(answer({"content": "one", "tool_calls": cut}, finish))
+    said = await claude.messages.create(**asked)
+    assert (said.stop_reason, len(said.content)) == (reason, 1)
+    server.answering = saying(STREAM_HEAD + delta({"content": "one"}, finish) + DONE)
+    async with claude.messages.stream(**asked) as stream:
+        assert (await stream.get_final_message()).stop_reason == reason
+
+
+async def test_a_call_without_json_is_an_error(core: StandInCore, server: OpenAiServer) -> None:
+    """If it was not cut off; in both dialects."""
+    calling = answer({"tool_calls": [call_of('{"city": ')]}, "tool_calls")
+    for path in ("/v1/messages", "/api/chat"):
+        server.answering = saying(calling)
+        body = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": False}
+        found = await post(core, path, body)
+        assert (found.status_code, "without JSON" in found.text) == (502, True), found.text
+
+
+async def test_an_answer_too_large_to_translate_says_so(
+    core: StandInCore, server: OpenAiServer
+) -> None:
+    """It has to be whole first, and counts among the bodies of its client; text that is passed on
+    does not."""
+    text = "x" * (13 << 20)  # of 16 MiB, of which a client has three quarters
+    body = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": False}
+    for path, status in (("/v1/messages", 503), ("/api/chat", 503), ("/v1/chat/completions", 200)):
+        server.answering = saying(answer({"content": text}))
+        found = await post(core, path, body)
+        assert found.status_code == status
+        assert status == 200 or "api.max_bodies" in found.text
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"max_tokens": 0}, "max_tokens"),

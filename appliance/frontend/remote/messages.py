@@ -23,6 +23,9 @@ from appliance.http.errors import BadRequest
 
 _LEFT_OUT: Final = frozenset({"model", "max_completion_tokens", "thinking_token_budget"})
 """`max_tokens` says the same as the second one, and more servers know it."""
+_FILTERED: Final = "content_filter"
+_REFUSAL: Final = "refusal"
+"""How an answer ends that the server cut off for what it says; vLLM's translation knows of none."""
 _NO_SERVING: Final = cast(Any, None)
 """vLLM's translations of answers are methods of what serves a model here, and use none of it."""
 
@@ -71,13 +74,27 @@ class Messages:
             answer = AnthropicServingMessages.messages_full_converter(_NO_SERVING, response)
         except (pydantic.ValidationError, ValueError, RecursionError) as error:
             raise BadAnswer("a field of it is not as OpenAI's API has it") from error
-        return msgspec.json.encode(answer.model_dump(exclude_none=True))
+        found = answer.model_dump(exclude_none=True)
+        if choice["finish_reason"] == _FILTERED:
+            found["stop_reason"] = _REFUSAL
+        return msgspec.json.encode(found)
 
     async def stream(self, chunks: AsyncGenerator[str]) -> AsyncGenerator[bytes]:
         """Events."""
-        events = AnthropicServingMessages.message_stream_converter(_NO_SERVING, chunks)
+        filtered = False
+
+        async def watched() -> AsyncGenerator[str]:
+            nonlocal filtered
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    filtered = filtered or f'"finish_reason":"{_FILTERED}"' in chunk
+                    yield chunk
+
+        events = AnthropicServingMessages.message_stream_converter(_NO_SERVING, watched())
         async with aclosing(events):
             async for event in events:
+                if filtered and event.startswith("event: message_delta"):
+                    event = event.replace('"stop_reason":null', f'"stop_reason":"{_REFUSAL}"')
                 yield event.encode()
 
 
