@@ -333,7 +333,7 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
     ledger = _ledger(config, clock)
     sessions = Sessions(daemon, access, admission, settings, Accounts(access, ledger))
     sessions.remote_images = RemoteImages(ImageHosts(api.image_hosts, api.image_networks))
-    sessions.forwards = Forwards(daemon.remotes, access)
+    sessions.forwards = Forwards(daemon.remotes, access, daemon.metrics_of_run.remotes)
     daemon.remotes.on_waited_enough = sessions.forwards.end_all
     daemon.catalogue.on_change = daemon.remotes.on_change = sessions.catalogue_changed
     return Gateway(access, admission, sessions, clock, ledger)

@@ -23,13 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 RequestId: TypeAlias = str
 ModelName: TypeAlias = str
 InstanceId: TypeAlias = int
+
+MODEL_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$"
+"""What a model may be called, as a regular expression."""
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,11 +47,12 @@ from appliance.checkpoints.sources import (
 from appliance.errors import CheckpointError, PullError
 from appliance.platform.durable import sync
 from appliance.units import human
+from appliance.vocabulary import MODEL_NAME
 
 _INDEX: Final = "model.safetensors.index.json"
 ORIGIN: Final = ".origin"
 """In the part: what it is a part of. In the model: what it came from."""
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
+NAME: Final = re.compile(MODEL_NAME)
 """As in the configuration."""
 
 T = TypeVar("T")

@@ -33,7 +33,8 @@ from appliance.client import (
     url_option_named,
 )
 from appliance.errors import FleetError
-from appliance.fleet.cli import boxes_option_for, known_boxes
+from appliance.fleet.box_addresses import Reach, boxes_option
+from appliance.fleet.cli import known_boxes
 from appliance.fleet.watch import BoxWatch, FrontWatch, Row
 from appliance.platform.admin_socket import UNIX
 from appliance.units import human
@@ -55,7 +56,7 @@ file = click.Path(dir_okay=False, exists=True, path_type=Path)
     "--fleet", is_flag=True,
     help="Show several boxes: each --box, or those behind the front at --connect.",
 )  # fmt: skip
-@boxes_option_for(required=False, before="For --fleet. ")
+@boxes_option(Reach.NETWORK, required=False, before="For --fleet. ")
 @web_options
 @url_option_named("--connect")
 @json_option
@@ -115,7 +116,7 @@ def _watch(boxes: tuple[str, ...], url: str) -> BoxWatch | FrontWatch:
     if boxes:
         if source is ParameterSource.COMMANDLINE:
             raise click.UsageError("--fleet takes --box for each box, or --connect, not both")
-        return BoxWatch(known_boxes(boxes), own_key())
+        return BoxWatch(known_boxes(boxes, Reach.NETWORK), own_key())
     if source is ParameterSource.DEFAULT or url.startswith(UNIX):
         raise click.UsageError(
             "--fleet needs --box NAME=URL for each box, or --connect http://HOST:PORT of a front"

@@ -13,7 +13,6 @@ import httpx
 from appliance.cli.output import json_option, print_json, print_table
 from appliance.client import (
     ANSWER_SECONDS,
-    check_address,
     checked,
     connect,
     fail,
@@ -22,9 +21,9 @@ from appliance.client import (
     url_option,
 )
 from appliance.errors import FleetError
+from appliance.fleet.box_addresses import Reach, boxes_option, read_boxes
 from appliance.fleet.cli import fleet
 from appliance.fleet.usage import BoxRow, added_up, asked_by, fleet_dimensions, read_answer
-from appliance.platform.admin_socket import UNIX
 from appliance.usage.report import rows_as_csv
 
 PATH = "/api/usage"
@@ -86,10 +85,7 @@ def usage(
 
 
 @fleet.command(name="usage")
-@click.option(
-    "--box", "boxes", multiple=True, required=True, metavar="NAME=URL",
-    help="A box: http(s)://HOST:PORT. Give one for each.",
-)  # fmt: skip
+@boxes_option(Reach.HERE_TOO)
 @click.option(
     "--by", default="key,model", show_default=True, metavar="NAMES",
     help="What to add up by, with commas in between: box, key, organization, model, day, month, "
@@ -111,7 +107,8 @@ def fleet_usage(
     """
     _check_format(as_csv, as_json)
     try:
-        names, urls = fleet_dimensions(by), _urls(boxes)
+        names = fleet_dimensions(by)
+        urls = {box.name: box.url for box in read_boxes(boxes, Reach.HERE_TOO)}
     except FleetError as error:
         fail(str(error), 2)
     asked = {"by": ",".join(asked_by(names)), "since": since, "until": until}
@@ -132,20 +129,6 @@ def fleet_usage(
         click.echo(f"error: {box} is not in these sums: {why}", err=True)
     if missing:
         raise SystemExit(1)
-
-
-def _urls(boxes: Sequence[str]) -> dict[str, str]:
-    """Where each box is, by its name. Raises `FleetError`."""
-    urls: dict[str, str] = {}
-    for text in boxes:
-        name, _, url = text.partition("=")
-        if not name or not url.startswith(("http://", "https://", UNIX)):
-            raise FleetError(f"--box {text!r}: give NAME=http(s)://HOST:PORT")
-        if name in urls:
-            raise FleetError(f"--box: there are two called {name!r}")
-        check_address(url)
-        urls[name] = url
-    return urls
 
 
 def _asked(path: str) -> Callable[[str], list[BoxRow] | str]:

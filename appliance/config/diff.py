@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from appliance.config.schema import Config, Model, PolicyTable, Section, fields
+from appliance.config.schema import Config, Model, PolicyTable, fields
+from appliance.config.tables.section import Section
 from appliance.config.toml_lines import KeyPath, dotted
 from appliance.platform.admin_socket import AUTO
 from appliance.service.settings import ConfigChange

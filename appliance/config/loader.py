@@ -26,14 +26,14 @@ from appliance.config.schema import (
     DeviceGroup,
     Devices,
     Model,
-    Remote,
     Scalar,
     SchemaField,
-    Section,
     fields,
     may_be_auto,
     plain_type,
 )
+from appliance.config.tables.remote import Remote
+from appliance.config.tables.section import Section
 from appliance.config.toml_lines import KeyPath, dotted
 from appliance.errors import ConfigError, nearest
 from appliance.platform.admin_socket import AUTO

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from appliance.config.schema import Model, Remote, choices, fields, may_be_auto, plain_type
+from appliance.config.schema import Model, choices, fields, may_be_auto, plain_type
+from appliance.config.tables.remote import Remote
 from appliance.errors import alternatives
 from appliance.platform.admin_socket import AUTO
 from appliance.units import Bytes, Seconds, toml

@@ -11,7 +11,8 @@ import httpx
 
 from appliance.checkpoints.adapters import full_name
 from appliance.config.problems import ProblemReport
-from appliance.config.schema import Config, Remote
+from appliance.config.schema import Config
+from appliance.config.tables.remote import Remote
 from appliance.errors import ApplianceError
 from appliance.service.remote_models import RemoteModel
 from appliance.vocabulary import Task

@@ -14,7 +14,6 @@ from typing import (
     Literal,
     NamedTuple,
     TypeAlias,
-    dataclass_transform,
     get_type_hints,
 )
 
@@ -25,12 +24,15 @@ from appliance.checkpoints.adapters import ADAPTER_NAME, MAX_ADAPTERS, MAX_RANK
 from appliance.checkpoints.drafts import LONGEST_LOOKUP, MOST_DRAFTED, NGRAM, Speculation
 from appliance.checkpoints.parsers.names import AUTO as AUTO_PARSER
 from appliance.checkpoints.task import AskedTask, PoolerValue
+from appliance.config.tables.remote import Remote
+from appliance.config.tables.section import Section
 from appliance.hookspecs import HOOKS
 from appliance.platform.admin_socket import AUTO
 from appliance.platform.logs import LogFormat, LogLevel
 from appliance.service.autopilot import AutopilotMode, AutopilotTerms
 from appliance.service.policy_report import PolicyChoice
 from appliance.units import Address, Bytes, Delay, Memory, Seconds, Share, human
+from appliance.vocabulary import MODEL_NAME
 
 Scalar: TypeAlias = str | int | float | bool
 
@@ -44,11 +46,6 @@ MAY_BE_AUTO: Final = {"auto": True}
 
 # --- the schema ----------------------------------------------------------------------------------
 # A field's description is its documentation, and `examples` the value it has in the sample file.
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
-class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of the file."""
 
 
 class Api(Section, kw_only=True):
@@ -473,7 +470,7 @@ class PolicyTable(Section, kw_only=True):
     prefetch: Annotated[
         str, Meta(description="Policy that chooses the model to load while another runs.")
     ] = ""
-    parameters: dict[str, dict[str, Scalar]] = {}
+    parameters: dict[str, dict[str, Scalar]] = msgspec.field(default_factory=dict)
 
     def autopilot_terms(self, journal: str) -> AutopilotTerms:
         """For a daemon that writes this journal; "" if it writes none."""
@@ -781,7 +778,7 @@ class Model(Section, kw_only=True):
     name: Annotated[
         str,
         Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$",
+            pattern=MODEL_NAME,
             description="What clients call it: letters, digits and any of `._:/-`.",
             examples=["llama-a"],
         ),
@@ -804,7 +801,7 @@ class Model(Section, kw_only=True):
         ),
     ] = 0
     aliases: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")], ...],
+        tuple[Annotated[str, Meta(pattern=MODEL_NAME)], ...],
         Meta(
             description="Further names that clients may call it, such as `gpt-4o`. Keys, limits "
             "and usage go by its own.",
@@ -978,63 +975,6 @@ class Model(Section, kw_only=True):
             "catalogue with it."
         ),
     ] = True
-
-
-class Remote(Section, kw_only=True):
-    """A model of another server, which has `remote` in place of `path`: see docs/fleet.md."""
-
-    name: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$",
-            description="What clients call it here: letters, digits and any of `._:/-`.",
-            examples=["llama-405b"],
-        ),
-    ]
-    remote: Annotated[
-        str,
-        Meta(
-            description="Address of a server with OpenAI's API: `http://HOST:PORT`, or with a path "
-            "that ends before `/chat/completions`; without a path it is `/v1`.",
-            examples=["http://192.0.2.9:8000"],
-        ),
-    ]
-    max_context: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Longest prompt and answer together, tokens, as that server has it. Lists "
-            "show it, and a request without `max_tokens` reserves so many of its key's limits.",
-            examples=[131072],
-        ),
-    ]
-    remote_model: Annotated[str, Meta(description='What that server calls it; "" for `name`.')] = ""
-    remote_key_file: Annotated[
-        str,
-        Meta(
-            description="File with the API key that the server wants, alone on its first line, "
-            'relative to this file; mode 0600. "" for none. Read at the start and by a reload.'
-        ),
-    ] = ""
-    remote_connect_timeout: Annotated[
-        Seconds, Meta(description="Longest time for a connection to the server.")
-    ] = Seconds(5)
-    remote_timeout: Annotated[
-        Seconds,
-        Meta(description="Longest silence of the server, before an answer begins and within it."),
-    ] = Seconds(300)
-    aliases: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")], ...],
-        Meta(description="Further names that clients may call it."),
-    ] = ()
-    task: Annotated[
-        Literal["generate", "embed"],
-        Meta(description="What it is for: text (`generate`), or vectors (`embed`)."),
-    ] = "generate"
-    max_queue: Annotated[
-        int, Meta(ge=1, description="Its requests at once; one more gets 429.")
-    ] = 256
-    enabled: Annotated[bool, Meta(description="`false` ignores this table.")] = True
 
 
 class Chosen(NamedTuple):

@@ -7,16 +7,17 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import click
 from rich.console import Console
 
 from appliance.client import DEFAULT_URL, check_address, fail, own_key
 from appliance.errors import FleetError
-from appliance.fleet.endpoints import Box, Endpoints, Polled, read_boxes
+from appliance.fleet.box_addresses import Box, Reach, boxes_option, read_boxes
+from appliance.fleet.endpoints import Endpoints, Polled
 from appliance.fleet.plan_cli import apply_command, plan
 from appliance.fleet.polling import BoxPoller
 from appliance.fleet.ranking import ROUTERS
@@ -30,19 +31,6 @@ _READABLE: Final = 0o644
 _WIDE: Final = 1000
 """Columns of a table that no terminal shows."""
 
-FC = TypeVar("FC", bound=Callable[..., Any])
-
-
-def boxes_option_for(required: bool, before: str = "") -> Callable[[FC], FC]:
-    """`--box`, once for each; its help begins with `before`."""
-    return click.option(
-        "--box", "boxes", multiple=True, required=required, metavar="NAME=URL",
-        help=f"{before}A box: http://ADDRESS:PORT, with an IPv4 address. Give one for each.",
-    )  # fmt: skip
-
-
-boxes_option = boxes_option_for(required=True)
-
 
 @click.group()
 def fleet() -> None:
@@ -55,7 +43,7 @@ fleet.add_command(apply_command)
 
 @fleet.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@boxes_option
+@boxes_option(Reach.PICKER)
 @click.option("--once", is_flag=True, help="Ask the boxes once, write FILE and end.")
 @click.option(
     "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
@@ -67,7 +55,8 @@ def endpoints(file: Path, boxes: tuple[str, ...], once: bool, interval: float) -
     A box that drains, or is not ready, is out at once, one that does not answer after two rounds.
     Boxes with keys want one with the scope observe, in $APPLIANCE_API_KEY.
     """
-    asyncio.run(_follow(file, known_boxes(boxes), own_key(), None if once else interval))
+    known = known_boxes(boxes, Reach.PICKER)
+    asyncio.run(_follow(file, known, own_key(), None if once else interval))
 
 
 async def _follow(
@@ -92,14 +81,14 @@ async def _follow(
 
 
 @fleet.command()
-@boxes_option
+@boxes_option(Reach.NETWORK)
 def status(boxes: tuple[str, ...]) -> None:
     """Show what each box has on its devices and how busy it is.
 
     Ends with status 1 unless all of them take requests. Boxes with keys want one with the scope
     observe, in $APPLIANCE_API_KEY.
     """
-    known = known_boxes(boxes)
+    known = known_boxes(boxes, Reach.NETWORK)
     answers = asyncio.run(_answers(known, own_key()))
     try:
         lines = rows(known, answers)
@@ -172,10 +161,10 @@ def serve(
     run(node, own_key(), settings, Listen(host.strip("[]"), int(port)))
 
 
-def known_boxes(texts: Sequence[str]) -> tuple[Box, ...]:
+def known_boxes(texts: Sequence[str], reach: Reach) -> tuple[Box, ...]:
     """Of the option `--box`. Ends the command for what is no box."""
     try:
-        return read_boxes(texts)
+        return read_boxes(texts, reach)
     except FleetError as error:
         fail(str(error), 2)
 

@@ -5,34 +5,18 @@ Sans-IO: polls are made elsewhere; this says what their answers mean and what th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from ipaddress import AddressValueError, IPv4Address
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 
 from appliance.errors import FleetError
+from appliance.fleet.box_addresses import Box
 
 ENGINE: Final = {"llm-d.ai/engine-type": "appliance"}
 """The label by which the picker finds the names of our metrics."""
 MISSES: Final = 2
 """So many polls in a row that a box leaves unanswered take it out, unless it was never in."""
-_PORT: Final = 11500
-_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
-
-
-class Box(NamedTuple):
-    """A box by its name in the file, and where it is."""
-
-    name: str
-    address: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}:{self.port}"
 
 
 class Polled(NamedTuple):
@@ -48,43 +32,6 @@ class _Draining(msgspec.Struct):
     """As much of ``GET /api/load`` as is needed."""
 
     draining: bool
-
-
-def read_box(text: str) -> Box:
-    """A box of ``NAME=http://ADDRESS:PORT``. Raises `FleetError`, which says what is wrong."""
-    name, _, url = text.partition("=")
-    if not _NAME.fullmatch(name):
-        raise FleetError(
-            f"--box {text!r}: give NAME=URL, with a name of small letters, digits, '-' and '.'"
-        )
-    try:
-        parts = urlsplit(url)
-        port = parts.port or _PORT
-    except ValueError as error:
-        raise FleetError(f"--box {text!r}: {error}") from error
-    if parts.scheme != "http" or parts.path.strip("/") or parts.query:
-        raise FleetError(f"--box {text!r}: the URL is http://ADDRESS:PORT; the picker has no HTTPS")
-    try:
-        address = str(IPv4Address(parts.hostname or ""))
-    except AddressValueError as error:
-        raise FleetError(
-            f"--box {text!r}: {parts.hostname or ''!r} is no IPv4 address; the picker looks up no "
-            "names"
-        ) from error
-    return Box(name, address, port)
-
-
-def read_boxes(texts: Sequence[str]) -> tuple[Box, ...]:
-    """All of them. Raises `FleetError`, also for a name or a place that two of them have."""
-    boxes = tuple(map(read_box, texts))
-    for what, values in (
-        ("name", [box.name for box in boxes]),
-        ("URL", [box.url for box in boxes]),
-    ):
-        for value in values:
-            if values.count(value) > 1:
-                raise FleetError(f"--box: two boxes have the {what} {value}")
-    return boxes
 
 
 def why_not(polled: Polled | None) -> str | None:

@@ -15,7 +15,7 @@ import msgspec
 from appliance.client import fail, own_key
 from appliance.errors import FleetError
 from appliance.fleet.apply import Boxes, apply
-from appliance.fleet.endpoints import Box, read_boxes
+from appliance.fleet.box_addresses import Box, Reach, boxes_option, read_boxes
 from appliance.fleet.observed import (
     DAY_SECONDS,
     USAGE_DAYS,
@@ -34,10 +34,7 @@ T = TypeVar("T")
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option(
-    "--box", "boxes", multiple=True, metavar="NAME=URL",
-    help="A box: http://ADDRESS:PORT, with an IPv4 address. Give one for each.",
-)  # fmt: skip
+@boxes_option(Reach.NETWORK, required=False)
 @click.option(
     "--observed", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="In place of boxes, what was seen of some (--write-observed).",
@@ -73,7 +70,7 @@ def plan(
         if observed is not None:
             found = _decoded(observed, list[ObservedBox])
         else:
-            found = observe(read_boxes(boxes))
+            found = observe(read_boxes(boxes, Reach.NETWORK))
         if written is not None:
             _write(written, found)
         made = make_plan(found, Hold(hold), most)

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 import httpx
 
-from appliance.fleet.endpoints import Box, Polled
+from appliance.fleet.box_addresses import Box
+from appliance.fleet.endpoints import Polled
 
 POLL_SECONDS: Final = 2.0
 """A box that does not answer for so long gives no answer."""

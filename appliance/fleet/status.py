@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from appliance.fleet.endpoints import Box, Polled, why_not
+from appliance.fleet.box_addresses import Box
+from appliance.fleet.endpoints import Polled, why_not
 from appliance.fleet.known_boxes import read_load
 from appliance.units import human
 

@@ -13,7 +13,8 @@ import httpx
 import msgspec
 
 from appliance.errors import FleetError
-from appliance.fleet.endpoints import Box, Polled, why_not
+from appliance.fleet.box_addresses import Box
+from appliance.fleet.endpoints import Polled, why_not
 from appliance.fleet.front import LOADS_PATH
 from appliance.fleet.polling import BoxPoller, NoAnswer, bearer, reason_of
 

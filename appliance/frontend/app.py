@@ -271,15 +271,7 @@ class FrontEnd:
         path: str = scope["path"]
         sent = NO_IMAGES
         if path.startswith(OLLAMA):
-            with contextlib.suppress(NotJson):  # Ollama's words for it come from where it is read
-                fields = fields_of(body)
-                if (known := self._known(call, fields)) is not None:
-                    _here(call, path, known)
-                check_size(call, path, fields)
-                sent = _images(call, path, fields, known)
-                body = self._check(call, path, fields, body, reasons=True)
-            async with self._turn(call, scope, sent, send) as send:
-                await self._ollama(scope, _body_then(body, gone), send)
+            await self._run_ollama(call, scope, send, body, gone)
             return
         if path == TOKENIZER_INFO:
             asked = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[-1]
@@ -302,7 +294,7 @@ class FrontEnd:
                 model = self._model(call, asked)
                 path = meant(path, fields, model.task, pools_tokens=model.pools_tokens)
                 if model.remote:
-                    await self._forward(call, scope, path, fields, model, send, gone)
+                    await self._forward(call, scope, path, fields, body, model, send, gone)
                     return
                 check_task(call, path, model)
                 sent = _images(call, path, fields, model)
@@ -325,6 +317,21 @@ class FrontEnd:
         }
         async with self._turn(call, scope, sent, send) as send:
             await vllm_stack()(inner, _body_then(body, gone), send)
+
+    async def _run_ollama(
+        self, call: Call, scope: Any, send: Send, body: bytes, gone: asyncio.Event
+    ) -> None:
+        path, sent = scope["path"], NO_IMAGES
+        with contextlib.suppress(NotJson):  # Ollama's words for it come from where it is read
+            fields = fields_of(body)
+            check_size(call, path, fields)
+            if (known := self._known(call, fields)) is not None and known.remote:
+                await self._forward(call, scope, path, fields, body, known, send, gone)
+                return
+            sent = _images(call, path, fields, known)
+            body = self._check(call, path, fields, body, reasons=True)
+        async with self._turn(call, scope, sent, send) as send:
+            await self._ollama(scope, _body_then(body, gone), send)
 
     @contextlib.asynccontextmanager
     async def _turn(self, call: Call, scope: Any, sent: Images, send: Send) -> AsyncIterator[Send]:
@@ -377,19 +384,45 @@ class FrontEnd:
         call: Call,
         scope: Any,
         path: str,
-        fields: Fields,
+        fields: Fields | None,
+        body: bytes,
         model: FrontModel,
         send: Send,
         gone: asyncio.Event,
     ) -> None:
         """Have the server of a model answer. Raises `Refuse`, `CallRefused`."""
+        fields = fields or {}
+        translation: elsewhere.AnyTranslation | None = None
         try:
             check_task(call, elsewhere.checked_path(path, model), model)
             asked = fields.get("model") or model.name
+            if path in elsewhere.TRANSLATED:
+                translation = self._translated(call, path, fields, body, model, asked)
+                path, fields = translation.path, translation.fields
+            if translation is not None and translation.placed:
+                await elsewhere.send_json(send, translation.placed)
+                return
             frame = elsewhere.frame(call, scope, path, fields, model, asked)
         except ApiError as error:
             raise Refuse(as_refused(error, call.number)) from error
-        await elsewhere.answer(self._core, call, frame, send, gone)
+        await elsewhere.answer(self._core, call, frame, send, gone, translation)
+
+    def _translated(
+        self, call: Call, path: str, fields: Fields, body: bytes, model: FrontModel, asked: str
+    ) -> elsewhere.AnyTranslation:
+        """A request of another dialect than OpenAI's. Raises `Refuse`, `ApiError`."""
+        check_messages(path, fields, model)
+        welcome = self._welcome
+        translation = elsewhere.translated(
+            path,
+            self._check(call, path, fields, body, reasons=True),
+            asked,
+            strict=welcome.strict,
+            keep_alive_seconds=welcome.keep_alive_seconds,
+        )
+        if translation.ignored:
+            call.headers.append((IGNORED_HEADER, ", ".join(translation.ignored)))
+        return translation
 
     def _known(self, call: Call, fields: Fields | None) -> FrontModel | None:
         """The model that a body names, if the call may ask it."""

@@ -189,7 +189,8 @@ class Sessions:
         )
 
     def catalogue_changed(self) -> None:
-        """Tell all front ends which models there are."""
+        """Tell all front ends which models there are, and count those of other servers."""
+        self.forwards.catalogue_changed()
         catalogue = Catalogue(self.service.front_models())
         for session in self._open:
             session.tell_catalogue(catalogue)

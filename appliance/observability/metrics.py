@@ -14,18 +14,16 @@ import appliance
 from appliance.observability.batch_metrics import BatchMetrics
 from appliance.observability.gpu_metrics import GpuMetrics
 from appliance.observability.registry import Family, Registry
+from appliance.observability.remote_metrics import RemoteMetrics
 from appliance.observability.request_metrics import (
     INTER_TOKEN_BUCKETS,
     LATENCY_BUCKETS,
+    TTFT_BUCKETS,
     RequestMetrics,
 )
 from appliance.service.interface import Load
 from appliance.vocabulary import Direction, FinishReason, InstanceId, ModelName
 
-_TTFT_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
 _TRANSFER_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
@@ -51,6 +49,7 @@ class Metrics:
         self.requests = RequestMetrics(self._registry)
         self.gpus = GpuMetrics(self._registry)
         self.batches = BatchMetrics(self._registry)
+        self.remotes = RemoteMetrics(self._registry)
         self._prefetch_outcomes: dict[str, int] = {}
         self._prefetch_hit_ratio: Gauge | None = None
         self._add_appliance()
@@ -406,7 +405,7 @@ class Metrics:
             "vllm:request_success", "Requests that ran to their end.", name, "finished_reason"
         )
         self._ttft = self._registry.histogram(
-            "vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS, name
+            "vllm:time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS, name
         )
         self._latency = self._registry.histogram(
             "vllm:e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS, name

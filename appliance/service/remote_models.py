@@ -99,6 +99,10 @@ class RemoteModels:
         """All by which requests may ask."""
         return tuple(name for one in self._models.values() for name in (one.name, *one.aliases))
 
+    def own_names(self) -> tuple[ModelName, ...]:
+        """Without aliases."""
+        return tuple(self._models)
+
     def find(self, name: ModelName) -> RemoteModel | None:
         """The model of this name or alias."""
         found = self._models.get(name)
@@ -138,6 +142,10 @@ class RemoteModels:
         self._output[name] += output_tokens
         if not self._live.total():
             self._idle.set()
+
+    def live(self, name: ModelName) -> int:
+        """How many of its requests are not over."""
+        return self._live[name]
 
     async def drain(self) -> None:
         """Take no more; ends when none is live."""

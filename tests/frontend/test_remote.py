@@ -111,12 +111,12 @@ async def test_each_endpoint_is_passed_on(core: StandInCore, server: OpenAiServe
 @pytest.mark.parametrize(
     "path",
     [
-        *("/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/score"),
-        *("/rerank", "/pooling", "/classify", "/v2/embed", "/v1/chat/completions/render"),
-        *("/v1/responses/input_tokens", "/api/chat", "/api/generate", "/api/embed"),
+        *("/v1/messages/render", "/tokenize", "/detokenize", "/score", "/rerank", "/pooling"),
+        *("/classify", "/v2/embed", "/v1/chat/completions/render", "/v1/responses/input_tokens"),
+        *("/api/embed", "/api/embeddings"),
     ],
 )
-async def test_other_dialects_are_refused_and_say_what_to_ask(
+async def test_other_endpoints_are_refused_and_say_what_to_ask(
     core: StandInCore, server: OpenAiServer, path: str
 ) -> None:
     """Each in its own words for errors."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from appliance.config.schema import (
-    Remote,
     SchemaField,
-    Section,
     choices,
     fields,
     plain_type,
     schema,
 )
+from appliance.config.tables.remote import Remote
+from appliance.config.tables.section import Section
 from appliance.units import toml
 
 

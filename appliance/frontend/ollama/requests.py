@@ -38,6 +38,7 @@ _DURATION: Final = re.compile(r"[-+]?(0|((\d+(\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|
 """A duration as Go reads it: ``5m``, ``1h30m``, ``-1s``. Digits can be read in one way only: a
 client may send megabytes of them."""
 
+_IMAGES: Final = {"/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
 _SHOWN: Final = 64
 """So many characters of what a client sent are repeated in an error."""
 
@@ -76,6 +77,20 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     def fields(self, model_defaults: Mapping[str, Any]) -> dict[str, Any]:
         """The same in vLLM's names. `model_defaults` come from the checkpoint, and go before
         Ollama's."""
+        known = {name: one for name, one in model_defaults.items() if one is not None}
+        drawn = self._drawn(_DEFAULTS | known)
+        if self.repeat_last_n == 0:
+            drawn["repetition_penalty"] = 1.0
+        return drawn | self._bounds()
+
+    def asked(self) -> dict[str, Any]:
+        """Only what the client asks for, in the same names: the server of the model has defaults
+        of its own."""
+        found = self._drawn({}) | self._bounds()
+        return {name: value for name, value in found.items() if value not in (None, [])}
+
+    def _drawn(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """How tokens are drawn."""
         asked = {
             "temperature": self.temperature,
             "top_k": self.top_k,
@@ -85,31 +100,31 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
-        drawn = {
-            name: value
-            for name, default in asked.items()
-            if (value := _first(default, model_defaults.get(name), _DEFAULTS.get(name))) is not None
-        }
-        drawn["temperature"] = min(max(0.0, drawn["temperature"]), _HOTTEST)
-        drawn["top_k"] = max(0, drawn["top_k"])
-        if drawn["top_p"] <= 0:  # the likeliest token alone is as near to 0 as can be
-            drawn |= {"top_p": 1.0, "top_k": 1}
-        drawn["top_p"] = min(1.0, drawn["top_p"])
         if self.repeat_last_n == 0:
-            penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-            drawn = {name: value for name, value in drawn.items() if name not in penalties}
-            drawn["repetition_penalty"] = 1.0
+            asked = {name: one for name, one in asked.items() if not name.endswith("_penalty")}
+        drawn = {
+            name: found
+            for name, value in asked.items()
+            if (found := defaults.get(name) if value is None else value) is not None
+        }
+        if "temperature" in drawn:
+            drawn["temperature"] = min(max(0.0, drawn["temperature"]), _HOTTEST)
+        if "top_k" in drawn:
+            drawn["top_k"] = max(0, drawn["top_k"])
+        if "top_p" in drawn:
+            if drawn["top_p"] <= 0:  # the likeliest token alone is as near to 0 as can be
+                drawn |= {"top_p": 1.0, "top_k": 1}
+            drawn["top_p"] = min(1.0, drawn["top_p"])
+        return drawn
+
+    def _bounds(self) -> dict[str, Any]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         limit = self.num_predict or 0
-        return drawn | {
+        return {
             "seed": None if self.seed == -1 else self.seed,
             "max_tokens": limit if limit > 0 else None,
             "stop": [stop for stop in stops if stop],
         }
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
 
 
 class _Body(msgspec.Struct, kw_only=True):
@@ -174,7 +189,7 @@ class _Generating(_Body, kw_only=True):
         return {
             "stream": self.streams,
             "stream_options": {"include_usage": True} if self.streams else None,
-            "response_format": self._response_format(),
+            "response_format": self.response_format,
             "num_ctx": options.num_ctx,
             **options.fields(model_defaults),
         }
@@ -192,7 +207,9 @@ class _Generating(_Body, kw_only=True):
         wanted = None if self.think is None else bool(self.think)
         return None if wanted is None else {"enable_thinking": wanted, "thinking": wanted}
 
-    def _response_format(self) -> dict[str, Any] | None:
+    @property
+    def response_format(self) -> dict[str, Any] | None:
+        """`format` in OpenAI's words."""
         match self.format:
             case None | "":
                 return None
@@ -256,7 +273,7 @@ class ChatBody(_Generating, kw_only=True):
                 raise cannot(model, f"vision: messages[{i}].images")
         return FittedChat(
             model=model.name,
-            messages=_messages(messages),
+            messages=openai_messages(messages),
             # vLLM takes no empty list, and chooses "auto" when nothing is said.
             **({"tools": self.tools} if self.tools else {}),
             **self._chat(defaults),
@@ -291,10 +308,10 @@ class GenerateBody(_Generating, kw_only=True):
         if self.raw and (self.template or self.system or self.context):
             raise OllamaError(400, "raw mode does not support template, system, or context")
 
-    def _check_sees(self, model: FrontModel) -> None:
+    def check_places(self) -> None:
         """Raise `OllamaError` unless its images have a place in the prompt."""
-        if not model.images:
-            raise cannot(model, "vision: images")
+        if not self.images:
+            return
         for name in ("raw", "suffix", "template", "context"):
             if getattr(self, name):
                 raise OllamaError(400, f"images: they have no place next to {name}: remove it")
@@ -305,8 +322,9 @@ class GenerateBody(_Generating, kw_only=True):
         """The same for vLLM: a chat of one message, or a plain completion of what no chat template
         is for. Raises `OllamaError`."""
         check_thinks(self, model)
-        if self.images:
-            self._check_sees(model)
+        if self.images and not model.images:
+            raise cannot(model, "vision: images")
+        self.check_places()
         prompt = self.prompt or ""
         if self.raw or self.suffix or self.template:
             if self.template and not self.suffix:
@@ -329,7 +347,7 @@ class GenerateBody(_Generating, kw_only=True):
         asked = OllamaMessage(role="user", content=prompt, images=self.images)
         return FittedChat(
             model=model.name,
-            messages=_messages([*system, asked]),
+            messages=openai_messages([*system, asked]),
             return_token_ids=True,
             **self._chat(defaults),
         )
@@ -467,7 +485,7 @@ def check_thinks(asked: _Generating, model: FrontModel) -> None:
         raise OllamaError(400, f'"{asked.model}" does not support thinking')
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """The same in OpenAI's words. Calls without ids get some, and results the id of the oldest
     call of their tool, or of any, that has none yet."""
     translated: list[dict[str, Any]] = []
@@ -494,9 +512,14 @@ def _content(message: OllamaMessage) -> str | list[dict[str, Any]]:
     text = message.content or ""
     if not message.images:
         return text
-    urls = (f"data:image/png;base64,{image}" for image in message.images)  # of any type, in fact
+    urls = (f"data:image/{_image_type(image)};base64,{image}" for image in message.images)
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def _image_type(image: str) -> str:
+    """Of a file in base64, by how it begins; other servers go by it."""
+    return next((kind for start, kind in _IMAGES.items() if image.startswith(start)), "png")
 
 
 def _call(name: str, call: ToolCall) -> dict[str, Any]:

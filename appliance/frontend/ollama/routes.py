@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final, TypeAlias
 
@@ -88,7 +88,7 @@ def _generation_routes(
         said = await unless_hung_up(request.receive, _submitted(asked, front, model))
         if not asked.streams:
             return _json(reply.whole(understood(said)))
-        lines = _kept_alive(_lines(said, reply), keep_alive_seconds)
+        lines = kept_alive(_lines(said, reply), keep_alive_seconds)
         return Streamed(lines, "application/x-ndjson", AS_IT_COMES)
 
     return [chat, generate]
@@ -190,9 +190,10 @@ async def _lines(stream: AsyncGenerator[str, None], reply: Reply) -> AsyncGenera
             yield as_ollama_error(error).body + b"\n"
 
 
-async def _kept_alive(
+async def kept_alive(
     lines: AsyncGenerator[bytes, None], every_seconds: float
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
+    """`lines`, with white space whenever none came for so long."""
     async with aclosing(lines):
         coming = asyncio.ensure_future(anext(lines, None))
         try:

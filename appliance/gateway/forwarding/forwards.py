@@ -17,9 +17,11 @@ from appliance.access.auth import Access, Caller
 from appliance.access.elsewhere import Admitted, Elsewhere
 from appliance.gateway.accounts import Account, Charge
 from appliance.gateway.forwarding.answers import BadAnswer, Events, Usage, whole
-from appliance.gateway.forwarding.upstream import Answer, Upstream
+from appliance.gateway.forwarding.upstream import Answer, ServerFailed, Upstream
 from appliance.gateway.held_bodies import HeldBodies
 from appliance.http.errors import ApiError, as_api_error, as_refused
+from appliance.observability.registry import Registry
+from appliance.observability.remote_metrics import RemoteError, RemoteMetrics
 from appliance.service.front_frames import Forward, Passed, Refused
 from appliance.service.interface import ModelNotFound, RequestTimes, shutting_down
 from appliance.service.remote_models import RemoteModel, RemoteModels
@@ -40,8 +42,11 @@ log = logging.getLogger("appliance.requests")
 class Forwards:
     """All requests that other servers compute, of all front ends."""
 
-    def __init__(self, models: RemoteModels, access: Access) -> None:
+    def __init__(
+        self, models: RemoteModels, access: Access, metrics: RemoteMetrics | None = None
+    ) -> None:
         self.models = models
+        self.metrics = RemoteMetrics(Registry()) if metrics is None else metrics
         self.elsewhere = Elsewhere(access)
         self.held_bytes = 0
         """Of answers that are no streams."""
@@ -49,6 +54,14 @@ class Forwards:
         self._numbers = count(1)
         self._retiring: set[asyncio.Task[None]] = set()
         self._live: set[Forwarding] = set()
+        self.catalogue_changed()
+
+    def catalogue_changed(self) -> None:
+        """There may be other models now: these are counted, and no others."""
+        names = self.models.own_names()
+        self.metrics.know(names)
+        for name in names:
+            self.count_running(name)
 
     def begin(
         self,
@@ -65,6 +78,10 @@ class Forwards:
         self._live.add(forwarding)
         forwarding.task.add_done_callback(lambda _: self._live.discard(forwarding))
         return forwarding
+
+    def count_running(self, model: ModelName) -> None:
+        """Show how many requests of a model are not over."""
+        self.metrics.running(model, self.models.live(model))
 
     def end_all(self) -> None:
         """The appliance ends, and waits no longer."""
@@ -121,6 +138,10 @@ class Forwarding:
         self._begun = False
         """Whether the client is being answered."""
         self._outcome = "cancelled"
+        self._error: RemoteError | None = RemoteError.LEFT
+        """As it is counted; None once the answer is whole."""
+        self._began = time.monotonic()
+        self._first_byte_seconds: float | None = None
         self._given_up: ApiError | None = None
         self.task = asyncio.get_running_loop().create_task(self._run())
 
@@ -140,7 +161,6 @@ class Forwarding:
         self.task.cancel()
 
     async def _run(self) -> None:
-        began = time.monotonic()
         model: RemoteModel | None = None
         try:
             model = self._take_in()
@@ -148,14 +168,16 @@ class Forwarding:
         except asyncio.CancelledError:
             self._write(None)
             if self._given_up is not None:
+                self._error = RemoteError.HERE
                 self._refuse(self._given_up)
         except Exception as error:
+            self._error = error.kind if isinstance(error, ServerFailed) else RemoteError.HERE
             self._asked = self._pieces > 0  # a server that gave nothing costs nothing
             self._write(None)
             self._refuse(as_api_error(error))
         finally:
             self._end(model)
-            self._log(time.monotonic() - began)
+            self._log(time.monotonic() - self._began)
 
     # --- before it is asked ----------------------------------------------------------------------
 
@@ -165,6 +187,7 @@ class Forwarding:
         if not caller.allows(frame.model):
             raise ModelNotFound(frame.model)
         model = self._forwards.models.begin(frame.model)
+        self._forwards.count_running(model.name)
         try:
             self._held.take(self._name, caller.owner, len(frame.body))
             needed = frame.prompt_tokens + frame.choices * frame.max_tokens
@@ -181,6 +204,7 @@ class Forwarding:
             )
         except BaseException:
             self._forwards.models.end(model.name)
+            self._forwards.count_running(model.name)
             raise
         return model
 
@@ -206,12 +230,19 @@ class Forwarding:
     def _is_asked(self) -> None:
         self._asked = True
 
+    def _is_answered(self) -> None:
+        """A piece of the answer came."""
+        if self._first_byte_seconds is None:
+            self._first_byte_seconds = time.monotonic() - self._began
+            self._forwards.metrics.first_byte(self._frame.model, self._first_byte_seconds)
+
     async def _pass_refusal(self, upstream: Upstream, answer: Answer) -> None:
         self._asked = False  # it computes nothing
         error, body = await upstream.refusal(answer)
         if error is not None:
             raise error
         self._outcome = str(answer.status)
+        self._error = RemoteError.REQUEST
         await self._pass_pieces(answer.status, body)
 
     async def _pass_whole(self, upstream: Upstream, answer: Answer) -> None:
@@ -221,6 +252,7 @@ class Forwarding:
         forwards = self._forwards
         try:
             async for piece in answer.response.aiter_stream():
+                self._is_answered()
                 body += piece
                 forwards.held_bytes += len(piece)
                 if len(body) > MAX_ANSWER_BYTES:
@@ -248,6 +280,7 @@ class Forwarding:
         events = Events(frame.path, frame.asked, wants_usage=frame.wants_usage)
         await self._pass(b"", streams=True)  # the head, so that the client knows that it is taken
         async for data in _slowly(answer):
+            self._is_answered()
             try:
                 out = events.feed(data)
             finally:
@@ -258,11 +291,12 @@ class Forwarding:
                 break
         if events.failed and not events.last:
             self._outcome = "remote_failed"
+            self._error = RemoteError.ANSWER
             self._write(None)
             await self._pass(b"", last=True)
             return
         if not events.last:
-            raise upstream.bad("the stream ended before its last event")
+            raise upstream.bad("the stream ended before its last event", RemoteError.BROKEN)
         if self._usage is None:
             self._usage = Usage(frame.prompt_tokens, 0, events.pieces)
         await self._counted()
@@ -298,7 +332,7 @@ class Forwarding:
     async def _counted(self) -> None:
         """The answer is whole: write down what it came to, before the client has its end."""
         counted = asyncio.Event()
-        self._outcome = "whole"
+        self._outcome, self._error = "whole", None
         self._write(FinishReason.STOP, counted.set)
         await counted.wait()
         self._settle()
@@ -329,8 +363,11 @@ class Forwarding:
     def _end(self, model: RemoteModel | None) -> None:
         self._settle()
         self._held.release(self._name)
+        usage, forwards = self._usage or Usage(), self._forwards
         if model is not None:
-            self._forwards.models.end(model.name, (self._usage or Usage()).output)
+            forwards.models.end(model.name, usage.output)
+            forwards.count_running(model.name)
+        forwards.metrics.ended(self._frame.model, self._error, usage.input, usage.output)
 
     def _log(self, seconds: float) -> None:
         if not log.isEnabledFor(logging.INFO):

@@ -17,6 +17,7 @@ import httpcore
 
 from appliance import __version__
 from appliance.http.errors import ApiError
+from appliance.observability.remote_metrics import RemoteError
 from appliance.service.remote_models import RemoteModel
 
 KEPT_OPEN: Final = 16
@@ -40,6 +41,22 @@ class Answer(NamedTuple):
     @property
     def media_type(self) -> str:
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+class ServerFailed(ApiError):
+    """The server of a model gives no answer; `kind` is how it is counted."""
+
+    def __init__(
+        self,
+        kind: RemoteError,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, code=code, headers=headers)
+        self.kind = kind
 
 
 class Upstream:
@@ -95,12 +112,13 @@ class Upstream:
             ) as response:
                 yield Answer(response.status, _read(response), response)
         except (httpcore.ConnectError, httpcore.ConnectTimeout, OSError) as error:
-            raise self._failed("cannot be reached", error, 503) from error
+            raise self._failed(RemoteError.UNREACHABLE, "cannot be reached", error, 503) from error
         except httpcore.TimeoutException as error:
             what = f"has sent nothing for {model.silence_seconds:g} s"
-            raise self._failed(what, error, 503) from error
+            raise self._failed(RemoteError.SILENT, what, error, 503) from error
         except (httpcore.NetworkError, httpcore.ProtocolError) as error:
-            raise self._failed("broke the connection off", error, 502) from error
+            what = "broke the connection off"
+            raise self._failed(RemoteError.BROKEN, what, error, 502) from error
         finally:
             self._live -= 1
             await self._close_unused()
@@ -111,32 +129,34 @@ class Upstream:
         status = answer.status
         if 300 <= status < 400:
             why = "redirects to another address: an operator has to set remote to that one"
-            return self._failed(why, None, 502), b""
+            return self._failed(RemoteError.REDIRECT, why, None, 502), b""
         if status in _CHECKED_ELSEWHERE:
             why = "refuses the appliance's key: an operator has to mend remote_key_file"
-            return self._failed(why, None, 502, f"status {status}"), b""
+            return self._failed(RemoteError.KEY, why, None, 502, f"status {status}"), b""
         if status == 404:
             why = f"does not know {self.model.called!r}, or the endpoint: see remote_model"
-            return self._failed(why, None, 502), b""
+            return self._failed(RemoteError.MISSING, why, None, 502), b""
         if status == 429 or status >= 500 or status < 200:
             code = 429 if status == 429 else 503 if status == 503 else 502
             why = "has no room now" if status in (429, 503) else f"failed with status {status}"
-            error = self._failed(why, None, code)
+            kind = RemoteError.STATUS if code == 502 else RemoteError.FULL
+            error = self._failed(kind, why, None, code)
             if code != 502 and (after := answer.headers.get("retry-after", "")).isdigit():
                 error.headers["Retry-After"] = after[:6]
             return error, b""
         body = bytearray()
+        why = f"refuses with status {status}"
         async for piece in answer.response.aiter_stream():
             body += piece
             if len(body) > MAX_ERROR_BYTES:
-                return self._failed(f"refuses with status {status}", None, 502), b""
+                return self._failed(RemoteError.REQUEST, why, None, 502), b""
         if answer.media_type != "application/json":
-            return self._failed(f"refuses with status {status}", None, 502), b""
+            return self._failed(RemoteError.REQUEST, why, None, 502), b""
         return None, bytes(body)
 
-    def bad(self, why: str) -> ApiError:
+    def bad(self, why: str, kind: RemoteError = RemoteError.ANSWER) -> ApiError:
         """The error for an answer that is none."""
-        return self._failed(f"gave an answer that cannot be used: {why}", None, 502)
+        return self._failed(kind, f"gave an answer that cannot be used: {why}", None, 502)
 
     async def retire(self) -> None:
         """Nothing new is asked; connections are closed when what is under way is over."""
@@ -163,8 +183,13 @@ class Upstream:
             return self._pool
 
     def _failed(
-        self, what: str, error: BaseException | None, status: int, more: str = ""
-    ) -> ApiError:
+        self,
+        kind: RemoteError,
+        what: str,
+        error: BaseException | None,
+        status: int,
+        more: str = "",
+    ) -> ServerFailed:
         """The error for a client, without the address, which is in the log."""
         why = more if error is None else str(error) or type(error).__name__
         log.warning(
@@ -176,12 +201,12 @@ class Upstream:
         )
         message = f"the server of {self.model.name} {what}"
         if status not in (429, 503):
-            return ApiError(502, message, code="remote_failed")
+            return ServerFailed(kind, 502, message, code="remote_failed")
         message += "; try again later"
         headers = {"Retry-After": str(RETRY_SECONDS)}
         if status == 429:
-            return ApiError(429, message, code="remote_full", headers=headers)
-        return ApiError(503, message, code="remote_unavailable", headers=headers)
+            return ServerFailed(kind, 429, message, code="remote_full", headers=headers)
+        return ServerFailed(kind, 503, message, code="remote_unavailable", headers=headers)
 
 
 def _read(response: httpcore.Response) -> dict[str, str]:

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from appliance.api.app import create_app
 from appliance.cli.main import cli
 from appliance.errors import FleetError
-from appliance.fleet.endpoints import ENGINE, MISSES, Endpoints, Polled, read_boxes
+from appliance.fleet.box_addresses import Reach, read_boxes
+from appliance.fleet.endpoints import ENGINE, MISSES, Endpoints, Polled
 from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.serving import served
 
@@ -34,7 +35,7 @@ def rows(state: Endpoints) -> list[Any]:
 
 def test_boxes_that_take_requests_are_in_the_file() -> None:
     """With what the picker wants to know of each: an address, a port as a string, and our label."""
-    state = Endpoints(read_boxes(TWO))
+    state = Endpoints(read_boxes(TWO, Reach.PICKER))
     lines = state.polled({"one": TAKES, "two": TAKES})
 
     assert lines == ["one takes requests", "two takes requests"]
@@ -58,7 +59,7 @@ def test_boxes_that_take_requests_are_in_the_file() -> None:
 )
 def test_a_box_that_takes_none_is_out_at_once(polled: Polled, reason: str) -> None:
     """And in again when it answers well."""
-    state = Endpoints(read_boxes(TWO))
+    state = Endpoints(read_boxes(TWO, Reach.PICKER))
     state.polled({"one": TAKES, "two": TAKES})
 
     assert state.polled({"one": TAKES, "two": polled}) == [f"two gets no requests: {reason}"]
@@ -69,7 +70,7 @@ def test_a_box_that_takes_none_is_out_at_once(polled: Polled, reason: str) -> No
 
 def test_a_dead_box_is_out_after_some_rounds() -> None:
     """One lost answer takes none out; a box that never answered was never in."""
-    state = Endpoints(read_boxes(TWO))
+    state = Endpoints(read_boxes(TWO, Reach.PICKER))
     assert state.polled({"one": TAKES, "two": None})[1] == "two gets no requests: no answer"
 
     for _ in range(MISSES - 1):
@@ -81,25 +82,9 @@ def test_a_dead_box_is_out_after_some_rounds() -> None:
 
 def test_a_key_that_does_not_open_it_is_an_error() -> None:
     """Not a box that is out: the operator has to do something."""
-    state = Endpoints(read_boxes(TWO))
+    state = Endpoints(read_boxes(TWO, Reach.PICKER))
     with pytest.raises(FleetError, match=r"two: /api/load is 403: set .* scope observe"):
         state.polled({"one": TAKES, "two": Polled(200, 403, b"")})
-
-
-@pytest.mark.parametrize(
-    ("texts", "complaint"),
-    [
-        (("http://192.0.2.1",), "give NAME=URL"),
-        (("one=https://192.0.2.1",), "no HTTPS"),
-        (("one=http://box.example.org",), "'box.example.org' is no IPv4 address"),
-        (("one=http://192.0.2.1:99999",), "Port out of range"),
-        (("one=http://192.0.2.1", "one=http://192.0.2.2"), "have the name one"),
-        (("one=http://192.0.2.1", "two=http://192.0.2.1:11500"), "have the URL"),
-    ],
-)
-def test_mistakes_say_what_is_wrong(texts: tuple[str, ...], complaint: str) -> None:
-    with pytest.raises(FleetError, match=complaint):
-        read_boxes(texts)
 
 
 async def test_the_command_asks_boxes(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from click.testing import CliRunner
 from appliance.api.app import create_app
 from appliance.cli.main import cli
 from appliance.errors import FleetError
-from appliance.fleet.endpoints import Polled, read_boxes
+from appliance.fleet.box_addresses import Reach, read_boxes
+from appliance.fleet.endpoints import Polled
 from appliance.fleet.status import COLUMNS, all_take, rows
 from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.serving import served
 
-BOXES = read_boxes(("one=http://192.0.2.1", "two=http://192.0.2.2"))
+BOXES = read_boxes(("one=http://192.0.2.1", "two=http://192.0.2.2"), Reach.NETWORK)
 LOAD = (
     b'{"catalogue": ["m", "n"], "resident": ["n", "m"], "coming": [], "waiting": 3, "running": 1,'
     b' "queue_age_seconds": 0.26, "pool_free_bytes": 1048576, "attainment": 0.981}'

@@ -135,8 +135,8 @@ async def test_a_wrong_key_is_said_for_each_box(boxes: dict[str, str]) -> None:
     [
         (("--by", "owner"), "none of box, key"),
         (("--by", "key,key"), "twice"),
-        (("--box", "three"), "give NAME="),
-        (("--box", "one=http://127.0.0.1:1"), "two called 'one'"),
+        (("--box", "three=box.example"), "give http(s)://HOST:PORT, or unix:/PATH"),
+        (("--box", "one=http://127.0.0.1:1"), "have the name one"),
         (("--csv", "--json"), "not both"),
     ],
 )

@@ -14,7 +14,8 @@ import appliance
 from appliance.api.app import create_app
 from appliance.errors import FleetError
 from appliance.fleet import polling
-from appliance.fleet.endpoints import Box, Polled
+from appliance.fleet.box_addresses import Box
+from appliance.fleet.endpoints import Polled
 from appliance.fleet.polling import NoAnswer
 from appliance.fleet.watch import BoxWatch, FrontWatch, Row, read_front, row_of
 from tests.unit.doubles.fake_service import FakeService

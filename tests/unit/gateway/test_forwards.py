@@ -20,6 +20,7 @@ from appliance.access.organizations import Organization
 from appliance.gateway.accounts import Accounts
 from appliance.gateway.forwarding.forwards import Forwards
 from appliance.gateway.sessions import FrontSettings, Sessions
+from appliance.observability.metrics import Metrics
 from appliance.service.front_frames import Down, Forward, Passed, TookPiece
 from appliance.service.remote_models import RemoteModel, RemoteModels
 from appliance.usage.entries import CUT, WHOLE
@@ -104,7 +105,8 @@ class House:
         self.sessions = Sessions(
             service, self.access, Admission(service, self.access), settings, accounts
         )
-        self.sessions.forwards = Forwards(self.models, self.access)
+        self.metrics = Metrics()
+        self.sessions.forwards = Forwards(self.models, self.access, self.metrics.remotes)
         return Front(self.sessions)
 
     async def come_to(self, expected: object) -> None:

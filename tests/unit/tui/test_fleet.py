@@ -12,7 +12,7 @@ import pytest
 from textual.pilot import Pilot
 
 from appliance.api.app import create_app
-from appliance.fleet.endpoints import Box
+from appliance.fleet.box_addresses import Box
 from appliance.fleet.watch import BoxWatch
 from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.serving import served

@@ -1,0 +1,1 @@
+"""Tables of the configuration file, a module each, and what all of them are."""
