@@ -8,14 +8,12 @@ configuration with it can be used.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -62,12 +60,11 @@ from appliance.service.settings import (
     ConfigReload,
     Removal,
 )
+from appliance.service.threads import in_own_thread
 from appliance.vocabulary import ModelName
 
 SHOWN_DIGITS: Final = 12
 """Characters of a digest, enough to tell two apart."""
-
-T = TypeVar("T")
 
 log = logging.getLogger("appliance.daemon")
 
@@ -303,7 +300,7 @@ class LiveConfig:
         if folder is not None:
             self._check_stays(wanted, folder / folder_name(wanted))
         try:
-            pulled = await _in_thread(partial(pull, source, folder, wanted, tell=tell))
+            pulled = await in_own_thread(partial(pull, source, folder, wanted, tell=tell), "pull")
         except OSError as error:
             raise PullError(f"{source} cannot be pulled: {error}") from error
         return await self.add_model({"name": pulled.name, "path": str(pulled.path)})
@@ -579,33 +576,6 @@ def _described(found: Config, names: Collection[ModelName]) -> tuple[list[Served
             continue
         described.append(served_model(model, entry, instances_of(model, found.devices)))
     return described, kv_floor_slabs(found, entries)
-
-
-async def _in_thread(act: Callable[[], T]) -> T:
-    """What `act` returns or raises. The daemon does not wait for its thread when it ends: that
-    could take as long as a download."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast(T, result))
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = act()
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="pull", daemon=True).start()
-    return await future
 
 
 def _has(model: Model, folder: Path) -> bool:

@@ -91,6 +91,7 @@ _ENDS: Final = {
         *("/load", "/evict", "/drain", "/resume", "/pin", "/unpin", "/adapters", "/nothing"),
     ),
     ("DELETE", "/api/models/{name:path}"): ("", "/adapters/polite"),
+    ("GET", "/api/models/{name:path}"): ("", "/files", "/files/config.json"),
     ("PUT", "/api/models/{target:path}"): ("/limits",),
 }
 """What a path ends with, behind the name of a model."""
