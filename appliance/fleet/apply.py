@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from shlex import quote as quote_word
 from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
 
+from appliance.checkpoints.pull import folder_name
 from appliance.errors import FleetError
 from appliance.fleet.observed import Hold, PlanFile
 from appliance.fleet.placement import Step
@@ -21,6 +23,15 @@ from appliance.vocabulary import ModelName
 READY_STATES: Final = frozenset({"cold", "loading", "loaded"})
 """Of a model with an engine: it serves as soon as its weights are on a device."""
 POLL_SECONDS: Final = 0.2
+
+
+class Refusal(FleetError):
+    """A box answers with an error; `field` is what it finds wrong, if it says so."""
+
+    def __init__(self, message: str, status: int, field: str) -> None:
+        super().__init__(message)
+        self.lacks_files = status == httpx.codes.UNPROCESSABLE_ENTITY and field.endswith(".path")
+        """Whether there is no checkpoint where it was asked to serve one from."""
 
 
 class Boxes:
@@ -45,6 +56,16 @@ class Boxes:
     def call(self, method: str, box: str, path: str, body: object = None) -> None:
         self._checked(box, self._send(method, box, path, body))
 
+    def url(self, box: str) -> str:
+        return self._urls[box]
+
+    def folder(self, box: str) -> str:
+        """Where the box keeps models that it pulled; "" if it has no such folder."""
+        found: str = self._checked(box, self._send("GET", box, "/api/config"))["config"]["catalog"][
+            "folder"
+        ]
+        return found
+
     def _send(self, method: str, box: str, path: str, body: object = None) -> httpx.Response:
         try:
             return self._client.request(method, f"{self._urls[box]}{path}", json=body)
@@ -58,10 +79,10 @@ class Boxes:
             answer = response.json()
             if response.is_success:
                 return answer
-            message = answer["error"]["message"]
+            message, field = answer["error"]["message"], answer["error"].get("param")
         except (ValueError, KeyError, TypeError):
-            message = f"{response.request.url.path} answered {response.status_code}"
-        raise FleetError(f"{box} refuses: {message}")
+            message, field = f"{response.request.url.path} answered {response.status_code}", None
+        raise Refusal(f"{box} refuses: {message}", response.status_code, field or "")
 
 
 def apply(
@@ -114,10 +135,45 @@ class _Applied:
             table = self._file.tables.get(model)
             if table is None:
                 raise FleetError(f"the plan has no table of {model}: make the plan anew")
-            self._boxes.call("POST", target, "/api/models", dict(table))
-            done.append(f"{target} serves it")
+            done += self._serve(target, model, dict(table))
         self._await(lambda: self._ready(target, model), f"{model} is not ready on {target}")
         return done
+
+    def _serve(self, target: str, model: ModelName, table: dict[str, Any]) -> list[str]:
+        """From where the plan says, or from where the box has what it pulled."""
+        try:
+            self._boxes.call("POST", target, "/api/models", table)
+            return [f"{target} serves it"]
+        except Refusal as refusal:
+            if not refusal.lacks_files:
+                raise
+            self._serve_pulled(target, model, table, refusal)
+        return [f"{target} serves it, from its folder of models"]
+
+    def _serve_pulled(
+        self, target: str, model: ModelName, table: dict[str, Any], refusal: Refusal
+    ) -> None:
+        """Raises `FleetError`, with what brings the files, if they are not there either."""
+        others = [box for box in self._boxes.names() if box != target]
+        having = next((box for box in others if self._boxes.find(box, model) is not None), None)
+        if having is None:
+            raise refusal
+        if not (folder := self._boxes.folder(target)):
+            raise FleetError(
+                f"{target} has no files of {model} in {table['path']}, and no folder for models:"
+                " set catalog.folder in its configuration, restart it, and apply the plan again"
+            )
+        pulled = {**table, "path": f"{folder}/{folder_name(model)}"}
+        try:
+            self._boxes.call("POST", target, "/api/models", pulled)
+        except Refusal as error:
+            if not error.lacks_files:
+                raise
+            raise FleetError(
+                f"{target} has no files of {model}, neither in {table['path']} nor in"
+                f" {pulled['path']}: run `{_pull_command(model, self._boxes.url(having))}` on its"
+                f" machine, with a key for {having} in $APPLIANCE_API_KEY, and apply the plan again"
+            ) from error
 
     def _ready(self, box: str, model: ModelName) -> bool:
         """Raises `FleetError` if it never will be."""
@@ -176,6 +232,11 @@ class _Applied:
             if self._clock() >= self._until:
                 raise FleetError(f"{otherwise}; apply the plan again to go on waiting")
             time.sleep(POLL_SECONDS)  # no event of a box tells of it
+
+
+def _pull_command(model: ModelName, url: str) -> str:
+    """What brings a model's files to the box on which it runs, where `apply` looks for them."""
+    return f"appliance pull {quote_word(model)} --from {url} --no-add"
 
 
 def _path(model: ModelName) -> str:
