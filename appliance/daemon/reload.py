@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,9 @@ import msgspec
 
 from appliance.checkpoints import delete
 from appliance.checkpoints.adapters import full_name
-from appliance.checkpoints.pull import folder_name, pull
-from appliance.checkpoints.sources import Tell, find_source
+from appliance.checkpoints.peers.source import PeerSource
+from appliance.checkpoints.pull import folder_name, pull_found
+from appliance.checkpoints.sources import Source, Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
 from appliance.config.auto import with_models
 from appliance.config.diff import (
@@ -35,7 +37,7 @@ from appliance.config.diff import (
 from appliance.config.groups import differing_ranks, instances_of
 from appliance.config.layers import ignored_rows, read_layers
 from appliance.config.loader import absolute_path, load_config
-from appliance.config.remotes import remote_models
+from appliance.config.remotes import SecretUnusable, read_secret, remote_models
 from appliance.config.schema import Adapter, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import dotted
@@ -281,13 +283,51 @@ class LiveConfig:
             raise FilesLeft(name, deletion.failure)
         return ModelActivity(model=name, state="removing")
 
-    async def pull_model(self, source: str, name: str, tell: Tell) -> ModelName:
+    async def pull_model(
+        self, source: str, name: str, tell: Tell, *, peer: str = "", add: bool = True
+    ) -> str:
         configured = self._running.catalog.folder
         folder = Path(configured) if configured else None
-        wanted = name or find_source(source).name
+        with self._found(source, peer) as found:
+            wanted = name or found.name
+            if add:
+                self._check_may_add(wanted)
+            if folder is not None:
+                self._check_stays(wanted, folder / folder_name(wanted))
+            act = partial(pull_found, found, source, folder, wanted, link=False, tell=tell)
+            try:
+                pulled = await in_own_thread(act, "pull")
+            except OSError as error:
+                raise PullError(f"{source} cannot be pulled: {error}") from error
+        if add:
+            await self.add_model({"name": pulled.name, "path": str(pulled.path)})
+        return str(pulled.path)
+
+    def _found(self, source: str, url: str) -> AbstractContextManager[Source]:
+        """What is pulled. Raises `PullError`, also for a box that is not named here."""
+        if not url:
+            return nullcontext(find_source(source))
+        catalog = self._running.catalog
+        known = [peer.rstrip("/") for peer in catalog.peers]
+        if url.rstrip("/") not in known:
+            raise PullError(
+                f"from: {url[:200]!r} is no box that this one may pull from (catalog.peers: "
+                f"{', '.join(known) or 'none'}); add it there and restart, or use "
+                "`appliance pull --from` on this machine"
+            )
+        try:
+            key = read_secret(catalog.peer_key_file)
+        except SecretUnusable as error:
+            raise PullError(f"catalog.peer_key_file: {error}; mend it") from error
+        return PeerSource(
+            url, source, key, key_from="the one in catalog.peer_key_file", field="from"
+        )
+
+    def _check_may_add(self, wanted: ModelName) -> None:
+        """Before it costs a download."""
         if any(model.name == wanted for model in self._running.models):
             raise ModelExists(wanted)
-        if numbers := differing_ranks(self._running.devices):  # before it costs a download
+        if numbers := differing_ranks(self._running.devices):
             wrong = (
                 f"groups of {numbers} ranks divide a model's weights differently, and a pull "
                 "cannot name groups"
@@ -297,13 +337,6 @@ class LiveConfig:
                 "groups"
             )
             raise ConfigError([Problem(str(self._admin.path), 1, "model.groups", wrong, remedy)])
-        if folder is not None:
-            self._check_stays(wanted, folder / folder_name(wanted))
-        try:
-            pulled = await in_own_thread(partial(pull, source, folder, wanted, tell=tell), "pull")
-        except OSError as error:
-            raise PullError(f"{source} cannot be pulled: {error}") from error
-        return await self.add_model({"name": pulled.name, "path": str(pulled.path)})
 
     def _row(self, name: ModelName) -> Model:
         """What is in force of a model that is served here. Raises `ModelNotFound`."""

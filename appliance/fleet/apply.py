@@ -13,6 +13,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from appliance.checkpoints.pull import folder_name
 from appliance.errors import FleetError
@@ -23,6 +24,9 @@ from appliance.vocabulary import ModelName
 READY_STATES: Final = frozenset({"cold", "loading", "loaded"})
 """Of a model with an engine: it serves as soon as its weights are on a device."""
 POLL_SECONDS: Final = 0.2
+CONNECT_SECONDS: Final = 10.0
+SILENCE_SECONDS: Final = 600.0
+"""How long a box that pulls may say nothing, as while it verifies, at least."""
 
 
 class Refusal(FleetError):
@@ -32,6 +36,13 @@ class Refusal(FleetError):
         super().__init__(message)
         self.lacks_files = status == httpx.codes.UNPROCESSABLE_ENTITY and field.endswith(".path")
         """Whether there is no checkpoint where it was asked to serve one from."""
+
+
+class Catalog(msgspec.Struct, frozen=True):
+    """As much of the table of a box's configuration."""
+
+    folder: str = ""
+    peers: tuple[str, ...] = ()
 
 
 class Boxes:
@@ -59,12 +70,28 @@ class Boxes:
     def url(self, box: str) -> str:
         return self._urls[box]
 
-    def folder(self, box: str) -> str:
-        """Where the box keeps models that it pulled; "" if it has no such folder."""
-        found: str = self._checked(box, self._send("GET", box, "/api/config"))["config"]["catalog"][
-            "folder"
-        ]
-        return found
+    def catalog(self, box: str) -> Catalog:
+        config = self._checked(box, self._send("GET", box, "/api/config"))["config"]
+        return msgspec.convert(config["catalog"], Catalog)
+
+    def pull(self, box: str, model: ModelName, url: str, silence_seconds: float) -> str:
+        """Have a box pull a model from the one at `url`; where it is then."""
+        body = {"model": model, "from": url, "add": False}
+        timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
+        last: dict[str, Any] = {}
+        try:
+            with self._client.stream(
+                "POST", f"{self._urls[box]}/api/pull", json=body, timeout=timeout
+            ) as response:
+                for line in response.iter_lines():
+                    last = msgspec.json.decode(line)
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise FleetError(
+                f"{box} broke off its pull of {model} ({error}); apply the plan again to go on"
+            ) from error
+        if "path" not in last:
+            raise FleetError(f"{box} cannot pull {model} from {url}: {_message(last)}")
+        return str(last["path"])
 
     def _send(self, method: str, box: str, path: str, body: object = None) -> httpx.Response:
         try:
@@ -97,7 +124,7 @@ def apply(
     refusal: the steps before it are taken, and applying the plan again goes on from there."""
     taken = 0
     for number, step in enumerate(file.steps, 1):
-        applied = _Applied(file, boxes, patience_seconds, clock)
+        applied = _Applied(file, boxes, say, patience_seconds, clock)
         try:
             done = applied.take(step)
         except FleetError as error:
@@ -111,10 +138,17 @@ class _Applied:
     """One step at the boxes."""
 
     def __init__(
-        self, file: PlanFile, boxes: Boxes, patience_seconds: float, clock: Callable[[], float]
+        self,
+        file: PlanFile,
+        boxes: Boxes,
+        say: Callable[[str], None],
+        patience_seconds: float,
+        clock: Callable[[], float],
     ) -> None:
         self._file = file
         self._boxes = boxes
+        self._say = say
+        self._patience = patience_seconds
         self._clock = clock
         self._until = clock() + patience_seconds
 
@@ -140,40 +174,52 @@ class _Applied:
         return done
 
     def _serve(self, target: str, model: ModelName, table: dict[str, Any]) -> list[str]:
-        """From where the plan says, or from where the box has what it pulled."""
+        """From where the plan says, else from where the box has, or puts, what it pulls."""
+        if (refusal := self._refused(target, table)) is None:
+            return [f"{target} serves it"]
+        missing = str(table["path"])
+        if folder := self._boxes.catalog(target).folder:
+            table["path"] = f"{folder}/{folder_name(model)}"
+            if self._refused(target, table) is None:
+                return [f"{target} serves it, from its folder of models"]
+        table["path"] = self._pulled(target, model, missing, refusal)
+        self._boxes.call("POST", target, "/api/models", table)
+        return [f"{target} pulled its files, and serves it"]
+
+    def _refused(self, target: str, table: dict[str, Any]) -> Refusal | None:
+        """The answer of a box that has no checkpoint where a model is to be served from. Raises
+        `Refusal` for all others."""
         try:
             self._boxes.call("POST", target, "/api/models", table)
-            return [f"{target} serves it"]
         except Refusal as refusal:
-            if not refusal.lacks_files:
-                raise
-            self._serve_pulled(target, model, table, refusal)
-        return [f"{target} serves it, from its folder of models"]
+            if refusal.lacks_files:
+                return refusal
+            raise
+        return None
 
-    def _serve_pulled(
-        self, target: str, model: ModelName, table: dict[str, Any], refusal: Refusal
-    ) -> None:
-        """Raises `FleetError`, with what brings the files, if they are not there either."""
+    def _pulled(self, target: str, model: ModelName, missing: str, otherwise: Refusal) -> str:
+        """The place of a model's files on a box that lacked them. Raises `FleetError` if it may not
+        pull them from another box, with the command that does so."""
         others = [box for box in self._boxes.names() if box != target]
         having = next((box for box in others if self._boxes.find(box, model) is not None), None)
         if having is None:
-            raise refusal
-        if not (folder := self._boxes.folder(target)):
+            raise otherwise
+        url, catalog = self._boxes.url(having), self._boxes.catalog(target)
+        if not catalog.folder:
             raise FleetError(
-                f"{target} has no files of {model} in {table['path']}, and no folder for models:"
-                " set catalog.folder in its configuration, restart it, and apply the plan again"
+                f"{target} has no files of {model} in {missing}, and no folder for models: set"
+                " catalog.folder in its configuration, restart it, and apply the plan again"
             )
-        pulled = {**table, "path": f"{folder}/{folder_name(model)}"}
-        try:
-            self._boxes.call("POST", target, "/api/models", pulled)
-        except Refusal as error:
-            if not error.lacks_files:
-                raise
-            raise FleetError(
-                f"{target} has no files of {model}, neither in {table['path']} nor in"
-                f" {pulled['path']}: run `{_pull_command(model, self._boxes.url(having))}` on its"
-                f" machine, with a key for {having} in $APPLIANCE_API_KEY, and apply the plan again"
-            ) from error
+        if url.rstrip("/") in [peer.rstrip("/") for peer in catalog.peers]:
+            self._say(f"{target} pulls {model} from {having}")
+            return self._boxes.pull(target, model, url, max(self._patience, SILENCE_SECONDS))
+        raise FleetError(
+            f"{target} has no files of {model}, neither in {missing} nor in"
+            f" {catalog.folder}/{folder_name(model)}: run"
+            f" `appliance pull {quote_word(model)} --from {url} --no-add` on its machine, with a"
+            f" key for {having} in $APPLIANCE_API_KEY, and apply the plan again; or add {url} to"
+            " catalog.peers of its configuration"
+        )
 
     def _ready(self, box: str, model: ModelName) -> bool:
         """Raises `FleetError` if it never will be."""
@@ -234,9 +280,10 @@ class _Applied:
             time.sleep(POLL_SECONDS)  # no event of a box tells of it
 
 
-def _pull_command(model: ModelName, url: str) -> str:
-    """What brings a model's files to the box on which it runs, where `apply` looks for them."""
-    return f"appliance pull {quote_word(model)} --from {url} --no-add"
+def _message(line: dict[str, Any]) -> str:
+    """What the last line of a pull, or an error in its place, says."""
+    error = line.get("error", "it said nothing")
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def _path(model: ModelName) -> str:

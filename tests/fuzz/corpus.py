@@ -61,7 +61,8 @@ BODIES: Final[dict[tuple[str, str], list[Any]]] = {
     ],
     ("POST", "/v1/unload_lora_adapter"): [{"lora_name": "legal", "lora_int_id": 1}],
     ("POST", "/api/pull"): [
-        {"model": PULLED, "stream": False}, {"model": PULLED}, {"model": "nowhere/new"}
+        {"model": PULLED, "stream": False}, {"model": PULLED}, {"model": "nowhere/new"},
+        {"model": PULLED, "from": "http://127.0.0.1:9", "add": False, "stream": False},
     ],
     ("DELETE", "/api/delete"): [{}, {"model": ADDED}],
     ("PUT", "/api/policies"): [

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from appliance.access.auth import Access
@@ -188,14 +189,32 @@ async def test_a_model_comes_from_another_box(
     assert is_copy(folder / "org--mine", checkpoint)
 
 
-async def test_the_daemon_serves_it_then(
+@dataclass
+class Target:
+    """A daemon that is to have models of the other box."""
+
+    url: str
+    config: Path
+    settings: LiveConfig
+
+    def may_pull_from(self, *peers: str, key_file: str = "") -> None:
+        running = self.settings._running
+        catalog = replace(running.catalog, peers=peers, peer_key_file=key_file)
+        self.settings._running = replace(running, catalog=catalog)
+
+    async def ask(self, **body: object) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
+            return await client.post("/api/pull", json={"model": "a", "stream": False} | body)
+
+
+@pytest.fixture
+async def target(
     monkeypatch: pytest.MonkeyPatch,
-    peer: str,
     tmp_path: Path,
+    wire: Wire,
     fake_checkpoint: Callable[..., Path],
-    checkpoint: Path,
-) -> None:
-    """Two daemons: the second one pulls from the first, adds the model, and keeps it."""
+) -> AsyncIterator[Target]:
+    """Without keys, and with a folder for models."""
     there = tmp_path / "there"
     there.mkdir()
     fake_checkpoint("there/other")
@@ -203,23 +222,58 @@ async def test_the_daemon_serves_it_then(
     config.write_text(CONFIG, encoding="utf-8")
     models = small("d")
     box = FiledBox(monkeypatch, models, setup_of(models, policy="serverlessllm"))
-    box.world.models.update(small("ad"))
+    box.world.models.update(small("abd"))
     box.start()
     settings = LiveConfig(box.daemon, load_config(config), config)
     async with served(create_app(box.daemon, settings=settings)) as port:
-        here = f"http://127.0.0.1:{port}"
-        result = await run("pull", "a", "--from", peer, "--url", here)
-        assert result.exit_code == 0, result.output
-        async with httpx.AsyncClient(base_url=here) as client:
-            served_now = (await client.get("/api/models/a")).json()["model"]
-        taken = await run("pull", "a", "--from", peer, "--url", here)
+        yield Target(f"http://127.0.0.1:{port}", config, settings)
     box.daemon.host.close()
     assert box.take_failures() == []
 
-    assert served_now == "a"
-    assert is_copy(there / "models" / "a", checkpoint)
-    assert [model.name for model in load_config(config).models] == ["d", "a"]
+
+async def test_the_daemon_serves_it_then(peer: str, target: Target, checkpoint: Path) -> None:
+    """Two daemons: the command puts the model of the first into the folder of the second, which
+    serves it, also after a restart."""
+    result = await run("pull", "a", "--from", peer, "--url", target.url)
+    assert result.exit_code == 0, result.output
+    async with httpx.AsyncClient(base_url=target.url) as client:
+        assert (await client.get("/api/models/a")).json()["model"] == "a"
+    assert is_copy(target.config.parent / "models" / "a", checkpoint)
+    assert [model.name for model in load_config(target.config).models] == ["d", "a"]
+
+    taken = await run("pull", "a", "--from", peer, "--url", target.url)
     assert "a model 'a' is in the catalogue already" in taken.stderr
+
+
+async def test_a_daemon_pulls_from_boxes_that_its_configuration_names(
+    peer: str, target: Target, wire: Wire, tmp_path: Path, checkpoint: Path
+) -> None:
+    """With the key of its file, and from no others, whatever a request says."""
+    secret = tmp_path / "peer.key"
+    secret.write_text("sk-operator\n")
+    for named in ((), ("http://192.0.2.1:11500",), (f"{peer}0",)):
+        target.may_pull_from(*named, key_file=str(secret))
+        refused = await target.ask(**{"from": peer})
+        assert refused.status_code == 422
+        assert f"from: '{peer}' is no box that this one may pull from" in refused.json()["error"]
+        assert "add it there and restart, or use `appliance pull --from`" in refused.text
+    assert wire.asked == []
+
+    target.may_pull_from(peer)
+    keyless = await target.ask(**{"from": peer})
+    assert "the one in catalog.peer_key_file has to be one with" in keyless.json()["error"]
+    target.may_pull_from(peer, key_file=str(tmp_path / "gone.key"))
+    unread = await target.ask(**{"from": peer})
+    assert (unread.status_code, "catalog.peer_key_file: " in unread.text) == (422, True)
+
+    target.may_pull_from(f"{peer}/", key_file=str(secret))
+    fetched = await target.ask(**{"from": peer, "add": False})
+    where = target.config.parent / "models" / "a"
+    assert fetched.json() == {"status": "success", "path": str(where)}
+    assert is_copy(where, checkpoint)
+    assert [model.name for model in load_config(target.config).models] == ["d"]
+    assert (await target.ask(model="b", **{"from": peer})).json() == {"status": "success"}
+    assert [model.name for model in load_config(target.config).models] == ["d", "b"]
 
 
 async def test_a_pull_that_broke_off_goes_on(

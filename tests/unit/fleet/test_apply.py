@@ -257,6 +257,37 @@ async def test_files_that_a_box_lacks_come_from_another_one(
     assert (table.path, table.max_context) == (str(where), 256)
 
 
+async def test_a_box_that_may_pulls_what_it_lacks(fleet: FleetDouble, tmp_path: Path) -> None:
+    """From the box that has it, which gives the model up then."""
+    file, checkpoint = tmp_path / "plan.json", tmp_path / "tiny"
+    await fleet.run("plan", str(file), *fleet.asked())
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    plan["tables"]["a"]["path"] = "/only/on/one"
+    file.write_text(json.dumps(plan), encoding="utf-8")
+    running = fleet.settings["two"]._running
+    catalog = replace(running.catalog, peers=(fleet.urls["one"],))
+    fleet.settings["two"]._running = replace(running, catalog=catalog)
+
+    (checkpoint / "SHA256SUMS").write_text(f"{'a' * 64}  model.safetensors\n")
+    result = await fleet.run("apply", str(file), "--wait", "10")
+    assert result.exit_code == 1
+    assert "two cannot pull a from " in result.stderr
+    assert "came damaged" in result.stderr
+    assert fleet.names("one") == ["a", "b", "c"]
+
+    (checkpoint / "SHA256SUMS").unlink()
+    result = await fleet.run("apply", str(file), "--wait", "10")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        "two pulls a from one",
+        "1. a: two pulled its files, and serves it; one serves it no more; its files stay",
+        "1 of 1 steps changed something",
+    ]
+    assert (fleet.names("one"), fleet.names("two")) == (["b", "c"], ["d", "a"])
+    table = load_config(fleet.configs["two"]).models[-1]
+    assert table.path == str(fleet.configs["two"].parent / "models" / "a")
+
+
 async def test_a_box_without_a_folder_for_models(fleet: FleetDouble, tmp_path: Path) -> None:
     """Is to get one first."""
     file = tmp_path / "plan.json"
