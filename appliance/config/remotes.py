@@ -11,10 +11,11 @@ from typing import Any, Final
 import httpx
 
 from appliance.checkpoints.adapters import full_name
+from appliance.checkpoints.peers.source import PeerSource
 from appliance.config.problems import ProblemReport
-from appliance.config.schema import Config, Remote
+from appliance.config.schema import Catalog, Config, Remote
 from appliance.config.toml_lines import KeyPath
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, PullError
 from appliance.service.remote_models import RemoteModel
 from appliance.vocabulary import Task
 
@@ -101,6 +102,22 @@ def shared_secrets(config: Config) -> list[str]:
         for key, file in files
         if file and _is_shared(Path(file))
     ]
+
+
+def peer_source(catalog: Catalog, model: str, url: str) -> PeerSource:
+    """A model of another box. Raises `PullError` for a box that is not named."""
+    known = [peer.rstrip("/") for peer in catalog.peers]
+    if url.rstrip("/") not in known:
+        raise PullError(
+            f"from: {url[:200]!r} is no box that this one may pull from (catalog.peers: "
+            f"{', '.join(known) or 'none'}); add it there and restart, or use "
+            "`appliance pull --from` on this machine"
+        )
+    try:
+        key = read_secret(catalog.peer_key_file)
+    except SecretUnusable as error:
+        raise PullError(f"catalog.peer_key_file: {error}; mend it") from error
+    return PeerSource(url, model, key, key_from="the one in catalog.peer_key_file", field="from")
 
 
 def remote_models(config: Config, created: int) -> tuple[RemoteModel, ...]:

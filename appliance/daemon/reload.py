@@ -20,7 +20,6 @@ import msgspec
 
 from appliance.checkpoints import delete
 from appliance.checkpoints.adapters import full_name
-from appliance.checkpoints.peers.source import PeerSource
 from appliance.checkpoints.pull import folder_name, pull_found
 from appliance.checkpoints.sources import Source, Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
@@ -37,8 +36,8 @@ from appliance.config.diff import (
 from appliance.config.groups import differing_ranks, instances_of
 from appliance.config.layers import ignored_rows, read_layers
 from appliance.config.loader import absolute_path, load_config
-from appliance.config.remotes import SecretUnusable, read_secret, remote_models
-from appliance.config.schema import Adapter, Config, Model
+from appliance.config.remotes import peer_source, remote_models
+from appliance.config.schema import Adapter, Catalog, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import dotted
 from appliance.daemon.daemon import Daemon
@@ -288,7 +287,7 @@ class LiveConfig:
     ) -> str:
         configured = self._running.catalog.folder
         folder = Path(configured) if configured else None
-        with self._found(source, peer) as found:
+        with _found(self._running.catalog, source, peer) as found:
             wanted = name or found.name
             if add:
                 self._check_may_add(wanted)
@@ -302,26 +301,6 @@ class LiveConfig:
         if add:
             await self.add_model({"name": pulled.name, "path": str(pulled.path)})
         return str(pulled.path)
-
-    def _found(self, source: str, url: str) -> AbstractContextManager[Source]:
-        """What is pulled. Raises `PullError`, also for a box that is not named here."""
-        if not url:
-            return nullcontext(find_source(source))
-        catalog = self._running.catalog
-        known = [peer.rstrip("/") for peer in catalog.peers]
-        if url.rstrip("/") not in known:
-            raise PullError(
-                f"from: {url[:200]!r} is no box that this one may pull from (catalog.peers: "
-                f"{', '.join(known) or 'none'}); add it there and restart, or use "
-                "`appliance pull --from` on this machine"
-            )
-        try:
-            key = read_secret(catalog.peer_key_file)
-        except SecretUnusable as error:
-            raise PullError(f"catalog.peer_key_file: {error}; mend it") from error
-        return PeerSource(
-            url, source, key, key_from="the one in catalog.peer_key_file", field="from"
-        )
 
     def _check_may_add(self, wanted: ModelName) -> None:
         """Before it costs a download."""
@@ -609,6 +588,11 @@ def _described(found: Config, names: Collection[ModelName]) -> tuple[list[Served
             continue
         described.append(served_model(model, entry, instances_of(model, found.devices)))
     return described, kv_floor_slabs(found, entries)
+
+
+def _found(catalog: Catalog, source: str, peer: str) -> AbstractContextManager[Source]:
+    """What is pulled. Raises `PullError`."""
+    return peer_source(catalog, source, peer) if peer else nullcontext(find_source(source))
 
 
 def _has(model: Model, folder: Path) -> bool:
