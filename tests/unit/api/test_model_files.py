@@ -21,11 +21,12 @@ from appliance.api.admin import model_files
 from appliance.api.app import create_app
 from appliance.checkpoints.peers.offer import Digests, OfferedFile
 from appliance.daemon.served_model import ServedModel
+from appliance.service.remote_models import RemoteModel, RemoteModels
 from appliance.vocabulary import ModelSpec
 from tests.unit.doubles.cluster import shape
 from tests.unit.doubles.daemon import Box, setup_of
 from tests.unit.doubles.instance import ModelDouble
-from tests.unit.doubles.serving import served
+from tests.unit.doubles.serving import served, unserved
 
 SCOPES = {
     "operator": {"scopes": (Scope.ADMIN,)},
@@ -213,6 +214,21 @@ async def test_unknown_models_and_methods(client: httpx.AsyncClient) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert (await client.post("/api/models/b/files")).status_code == 404
     assert (await client.get("/api/models/b/filesystem")).status_code == 404
+
+
+async def test_models_that_lie_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files are not here."""
+    models = {"b": ModelDouble(4, shape())}
+    box = FiledBox(monkeypatch, models, setup_of(models))
+    box.start()
+    remote = RemoteModel(name="far", address="http://192.0.2.9/v1", called="x", max_context=9,
+                         created=1)  # fmt: skip
+    box.daemon.remotes = RemoteModels((remote,))
+    async with unserved(create_app(box.daemon)) as client:
+        answer = await client.get("/api/models/far/files/config.json")
+    box.daemon.host.close()
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "remote_model")
 
 
 async def test_a_list_waits_so_long_for_digests(
