@@ -1,5 +1,5 @@
 """Fetching a checkpoint, or a LoRA adapter, into the folder of models: from a directory, an
-archive, or a hub.
+archive, a hub, or another box.
 
     SOURCE --files--> FOLDER/.NAME.part --verified, synced--> FOLDER/NAME
 
@@ -32,6 +32,7 @@ from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
 from appliance.checkpoints.checksums import SUMS, read_sums
 from appliance.checkpoints.families import check_family
 from appliance.checkpoints.model_config import CONFIG, read_model_config
+from appliance.checkpoints.peers.source import PARTS
 from appliance.checkpoints.quantized.quantization import QUANTIZATION_FILE
 from appliance.checkpoints.safetensors import read_header, verify_sums
 from appliance.checkpoints.sources import (
@@ -91,6 +92,13 @@ def pull(
     `CheckpointError` if it is damaged or no checkpoint that can be served, `OSError`.
     """
     found = hub_source(source) if from_hub else find_source(source)
+    return pull_found(found, source, folder, name, link=link, tell=tell)
+
+
+def pull_found(
+    found: Source, source: str, folder: Path | None, name: str = "", *, link: bool, tell: Tell
+) -> Pulled:
+    """The same of a source that was found, which errors call `source`."""
     model = name or found.name
     if not NAME.fullmatch(model):
         raise PullError(f"{model!r} cannot be a model's name: give another one")
@@ -142,7 +150,8 @@ def _pull(
         _fetch(what, part, tell)
         _drop_foreign_sums(part)
         found = check(what.name, part, tell)
-        shutil.rmtree(part / ".hub", ignore_errors=True)
+        for left in (".hub", PARTS):
+            shutil.rmtree(part / left, ignore_errors=True)
         sync(part)
         delete.take_back(target)  # of another that had the name
         part.rename(target)

@@ -212,6 +212,8 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         given = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
         folder = str(Path(given, "models")) if given else ""
     catalog = replace(config.catalog, folder=absolute_path(base, folder) if folder else "")
+    if secret := catalog.peer_key_file:
+        catalog = replace(catalog, peer_key_file=absolute_path(base, secret))
     models = tuple(
         replace(
             model,

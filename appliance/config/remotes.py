@@ -1,4 +1,5 @@
-"""Tables `[[model]]` with `remote`, models of other servers: read apart, and checked."""
+"""Other servers in the configuration, checked: tables `[[model]]` with `remote`, which are read
+apart, and boxes to pull from."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from typing import Any, Final
 import httpx
 
 from appliance.checkpoints.adapters import full_name
+from appliance.checkpoints.peers.source import PeerSource
 from appliance.config.problems import ProblemReport
-from appliance.config.schema import Config
+from appliance.config.schema import Catalog, Config
 from appliance.config.tables.remote import Remote
-from appliance.errors import ApplianceError
+from appliance.config.toml_lines import KeyPath
+from appliance.errors import ApplianceError, PullError
 from appliance.service.remote_models import RemoteModel
 from appliance.vocabulary import Task
 
@@ -50,7 +53,7 @@ def check_remotes(config: Config, report: ProblemReport) -> None:
             names.setdefault(name, model.name)
     for index, remote in enumerate(config.remotes):
         at = ("remote", index)
-        if wrong := _wrong_address(remote.remote):
+        if wrong := wrong_address(remote.remote):
             report.add((*at, "remote"), wrong, _EXAMPLE)
         for key, mine in (("name", (remote.name,)), ("aliases", remote.aliases)):
             for name in mine:
@@ -58,16 +61,31 @@ def check_remotes(config: Config, report: ProblemReport) -> None:
                     wrong = f"{name} is a name of {names[name]} already"
                     report.add((*at, key), wrong, "have each name mean one model")
                 names.setdefault(name, remote.name)
+    _check_peers(config, report)
+
+
+def _check_peers(config: Config, report: ProblemReport) -> None:
+    """Report addresses of boxes that are none, and a key for none."""
+    for peer in config.catalog.peers:
+        if wrong := wrong_address(peer, "peer_key_file"):
+            report.add(("catalog", "peers"), wrong, 'write it as "http://HOST:PORT"')
+    if config.catalog.peer_key_file and not config.catalog.peers:
+        report.add(("catalog", "peer_key_file"), "there are no peers", "add peers, or leave it out")
 
 
 def check_secrets(config: Config, report: ProblemReport) -> None:
     """Report files of keys that cannot be used."""
-    for index, remote in enumerate(config.remotes):
+    files: list[tuple[KeyPath, str]] = [
+        (("remote", index, "remote_key_file"), remote.remote_key_file)
+        for index, remote in enumerate(config.remotes)
+    ]
+    files.append((("catalog", "peer_key_file"), config.catalog.peer_key_file))
+    for key, file in files:
         try:
-            read_secret(remote.remote_key_file)
+            read_secret(file)
         except SecretUnusable as error:
             report.add(
-                ("remote", index, "remote_key_file"),
+                key,
                 str(error),
                 "put the key alone on the first line of a file that the daemon's user can read",
             )
@@ -75,12 +93,32 @@ def check_secrets(config: Config, report: ProblemReport) -> None:
 
 def shared_secrets(config: Config) -> list[str]:
     """Warnings of files of keys that others than their owners have access to."""
-    return [
-        f"model.{remote.name}.remote_key_file: others than its owner can read or write "
-        f"{remote.remote_key_file}; `chmod 600` it"
+    files = [
+        (f"model.{remote.name}.remote_key_file", remote.remote_key_file)
         for remote in config.remotes
-        if remote.remote_key_file and _is_shared(Path(remote.remote_key_file))
     ]
+    files.append(("catalog.peer_key_file", config.catalog.peer_key_file))
+    return [
+        f"{key}: others than its owner can read or write {file}; `chmod 600` it"
+        for key, file in files
+        if file and _is_shared(Path(file))
+    ]
+
+
+def peer_source(catalog: Catalog, model: str, url: str) -> PeerSource:
+    """A model of another box. Raises `PullError` for a box that is not named."""
+    known = [peer.rstrip("/") for peer in catalog.peers]
+    if url.rstrip("/") not in known:
+        raise PullError(
+            f"from: {url[:200]!r} is no box that this one may pull from (catalog.peers: "
+            f"{', '.join(known) or 'none'}); add it there and restart, or use "
+            "`appliance pull --from` on this machine"
+        )
+    try:
+        key = read_secret(catalog.peer_key_file)
+    except SecretUnusable as error:
+        raise PullError(f"catalog.peer_key_file: {error}; mend it") from error
+    return PeerSource(url, model, key, key_from="the one in catalog.peer_key_file", field="from")
 
 
 def remote_models(config: Config, created: int) -> tuple[RemoteModel, ...]:
@@ -129,7 +167,7 @@ def _base(address: str) -> str:
     return url if httpx.URL(url).path.strip("/") else f"{url}/v1"
 
 
-def _wrong_address(address: str) -> str:
+def wrong_address(address: str, key_field: str = "remote_key_file") -> str:
     """What is wrong with the address of a server; "" if nothing is."""
     try:
         url = httpx.URL(address)
@@ -138,7 +176,7 @@ def _wrong_address(address: str) -> str:
     if url.scheme not in _SCHEMES or not url.host:
         return f"{address!r} is no address of an HTTP server"
     if url.userinfo:
-        return "has a user or a password: a key belongs into remote_key_file"
+        return f"has a user or a password: a key belongs into {key_field}"
     if url.query or url.fragment:
         return f"{address!r} has more than a path"
     return ""

@@ -620,6 +620,21 @@ class Catalog(Section, kw_only=True):
             'systemd gives one; "" for none.'
         ),
     ] = AUTO
+    peers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Boxes that this one pulls models from when `appliance fleet apply`, or "
+            '`POST /api/pull` with `from`, has it do so, such as `"http://192.0.2.1:11500"`; none '
+            "by default. `appliance pull --from` needs no entry. A change waits for a restart."
+        ),
+    ] = ()
+    peer_key_file: Annotated[
+        str,
+        Meta(
+            description="File with an API key of the scope `admin` on those boxes, alone on its "
+            'first line, relative to this file; mode 0600. "" for none. Read at each pull.'
+        ),
+    ] = ""
 
 
 class SloTable(Section, kw_only=True):

@@ -8,21 +8,20 @@ configuration with it can be used.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
 import msgspec
 
 from appliance.checkpoints import delete
 from appliance.checkpoints.adapters import full_name
-from appliance.checkpoints.pull import folder_name, pull
-from appliance.checkpoints.sources import Tell, find_source
+from appliance.checkpoints.pull import folder_name, pull_found
+from appliance.checkpoints.sources import Source, Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
 from appliance.config.auto import with_models
 from appliance.config.diff import (
@@ -37,8 +36,8 @@ from appliance.config.diff import (
 from appliance.config.groups import differing_ranks, instances_of
 from appliance.config.layers import ignored_rows, read_layers
 from appliance.config.loader import absolute_path, load_config
-from appliance.config.remotes import remote_models
-from appliance.config.schema import Adapter, Config, Model
+from appliance.config.remotes import peer_source, remote_models
+from appliance.config.schema import Adapter, Catalog, Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import dotted
 from appliance.daemon.daemon import Daemon
@@ -62,12 +61,11 @@ from appliance.service.settings import (
     ConfigReload,
     Removal,
 )
+from appliance.service.threads import in_own_thread
 from appliance.vocabulary import ModelName
 
 SHOWN_DIGITS: Final = 12
 """Characters of a digest, enough to tell two apart."""
-
-T = TypeVar("T")
 
 log = logging.getLogger("appliance.daemon")
 
@@ -284,13 +282,31 @@ class LiveConfig:
             raise FilesLeft(name, deletion.failure)
         return ModelActivity(model=name, state="removing")
 
-    async def pull_model(self, source: str, name: str, tell: Tell) -> ModelName:
+    async def pull_model(
+        self, source: str, name: str, tell: Tell, *, peer: str = "", add: bool = True
+    ) -> str:
         configured = self._running.catalog.folder
         folder = Path(configured) if configured else None
-        wanted = name or find_source(source).name
+        with _found(self._running.catalog, source, peer) as found:
+            wanted = name or found.name
+            if add:
+                self._check_may_add(wanted)
+            if folder is not None:
+                self._check_stays(wanted, folder / folder_name(wanted))
+            act = partial(pull_found, found, source, folder, wanted, link=False, tell=tell)
+            try:
+                pulled = await in_own_thread(act, "pull")
+            except OSError as error:
+                raise PullError(f"{source} cannot be pulled: {error}") from error
+        if add:
+            await self.add_model({"name": pulled.name, "path": str(pulled.path)})
+        return str(pulled.path)
+
+    def _check_may_add(self, wanted: ModelName) -> None:
+        """Before it costs a download."""
         if any(model.name == wanted for model in self._running.models):
             raise ModelExists(wanted)
-        if numbers := differing_ranks(self._running.devices):  # before it costs a download
+        if numbers := differing_ranks(self._running.devices):
             wrong = (
                 f"groups of {numbers} ranks divide a model's weights differently, and a pull "
                 "cannot name groups"
@@ -300,13 +316,6 @@ class LiveConfig:
                 "groups"
             )
             raise ConfigError([Problem(str(self._admin.path), 1, "model.groups", wrong, remedy)])
-        if folder is not None:
-            self._check_stays(wanted, folder / folder_name(wanted))
-        try:
-            pulled = await _in_thread(partial(pull, source, folder, wanted, tell=tell))
-        except OSError as error:
-            raise PullError(f"{source} cannot be pulled: {error}") from error
-        return await self.add_model({"name": pulled.name, "path": str(pulled.path)})
 
     def _row(self, name: ModelName) -> Model:
         """What is in force of a model that is served here. Raises `ModelNotFound`."""
@@ -581,31 +590,9 @@ def _described(found: Config, names: Collection[ModelName]) -> tuple[list[Served
     return described, kv_floor_slabs(found, entries)
 
 
-async def _in_thread(act: Callable[[], T]) -> T:
-    """What `act` returns or raises. The daemon does not wait for its thread when it ends: that
-    could take as long as a download."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast(T, result))
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = act()
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="pull", daemon=True).start()
-    return await future
+def _found(catalog: Catalog, source: str, peer: str) -> AbstractContextManager[Source]:
+    """What is pulled. Raises `PullError`."""
+    return peer_source(catalog, source, peer) if peer else nullcontext(find_source(source))
 
 
 def _has(model: Model, folder: Path) -> bool:

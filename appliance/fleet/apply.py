@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from shlex import quote as quote_word
 from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
+from appliance.checkpoints.pull import folder_name
 from appliance.errors import FleetError
 from appliance.fleet.observed import Hold, PlanFile
 from appliance.fleet.placement import Step
@@ -21,6 +24,25 @@ from appliance.vocabulary import ModelName
 READY_STATES: Final = frozenset({"cold", "loading", "loaded"})
 """Of a model with an engine: it serves as soon as its weights are on a device."""
 POLL_SECONDS: Final = 0.2
+CONNECT_SECONDS: Final = 10.0
+SILENCE_SECONDS: Final = 600.0
+"""How long a box that pulls may say nothing, as while it verifies, at least."""
+
+
+class Refusal(FleetError):
+    """A box answers with an error; `field` is what it finds wrong, if it says so."""
+
+    def __init__(self, message: str, status: int, field: str) -> None:
+        super().__init__(message)
+        self.lacks_files = status == httpx.codes.UNPROCESSABLE_ENTITY and field.endswith(".path")
+        """Whether there is no checkpoint where it was asked to serve one from."""
+
+
+class Catalog(msgspec.Struct, frozen=True):
+    """As much of the table of a box's configuration."""
+
+    folder: str = ""
+    peers: tuple[str, ...] = ()
 
 
 class Boxes:
@@ -45,6 +67,32 @@ class Boxes:
     def call(self, method: str, box: str, path: str, body: object = None) -> None:
         self._checked(box, self._send(method, box, path, body))
 
+    def url(self, box: str) -> str:
+        return self._urls[box]
+
+    def catalog(self, box: str) -> Catalog:
+        config = self._checked(box, self._send("GET", box, "/api/config"))["config"]
+        return msgspec.convert(config["catalog"], Catalog)
+
+    def pull(self, box: str, model: ModelName, url: str, silence_seconds: float) -> str:
+        """Have a box pull a model from the one at `url`; where it is then."""
+        body = {"model": model, "from": url, "add": False}
+        timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
+        last: dict[str, Any] = {}
+        try:
+            with self._client.stream(
+                "POST", f"{self._urls[box]}/api/pull", json=body, timeout=timeout
+            ) as response:
+                for line in response.iter_lines():
+                    last = msgspec.json.decode(line)
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise FleetError(
+                f"{box} broke off its pull of {model} ({error}); apply the plan again to go on"
+            ) from error
+        if "path" not in last:
+            raise FleetError(f"{box} cannot pull {model} from {url}: {_message(last)}")
+        return str(last["path"])
+
     def _send(self, method: str, box: str, path: str, body: object = None) -> httpx.Response:
         try:
             return self._client.request(method, f"{self._urls[box]}{path}", json=body)
@@ -58,10 +106,10 @@ class Boxes:
             answer = response.json()
             if response.is_success:
                 return answer
-            message = answer["error"]["message"]
+            message, field = answer["error"]["message"], answer["error"].get("param")
         except (ValueError, KeyError, TypeError):
-            message = f"{response.request.url.path} answered {response.status_code}"
-        raise FleetError(f"{box} refuses: {message}")
+            message, field = f"{response.request.url.path} answered {response.status_code}", None
+        raise Refusal(f"{box} refuses: {message}", response.status_code, field or "")
 
 
 def apply(
@@ -76,7 +124,7 @@ def apply(
     refusal: the steps before it are taken, and applying the plan again goes on from there."""
     taken = 0
     for number, step in enumerate(file.steps, 1):
-        applied = _Applied(file, boxes, patience_seconds, clock)
+        applied = _Applied(file, boxes, say, patience_seconds, clock)
         try:
             done = applied.take(step)
         except FleetError as error:
@@ -90,10 +138,17 @@ class _Applied:
     """One step at the boxes."""
 
     def __init__(
-        self, file: PlanFile, boxes: Boxes, patience_seconds: float, clock: Callable[[], float]
+        self,
+        file: PlanFile,
+        boxes: Boxes,
+        say: Callable[[str], None],
+        patience_seconds: float,
+        clock: Callable[[], float],
     ) -> None:
         self._file = file
         self._boxes = boxes
+        self._say = say
+        self._patience = patience_seconds
         self._clock = clock
         self._until = clock() + patience_seconds
 
@@ -114,10 +169,57 @@ class _Applied:
             table = self._file.tables.get(model)
             if table is None:
                 raise FleetError(f"the plan has no table of {model}: make the plan anew")
-            self._boxes.call("POST", target, "/api/models", dict(table))
-            done.append(f"{target} serves it")
+            done += self._serve(target, model, dict(table))
         self._await(lambda: self._ready(target, model), f"{model} is not ready on {target}")
         return done
+
+    def _serve(self, target: str, model: ModelName, table: dict[str, Any]) -> list[str]:
+        """From where the plan says, else from where the box has, or puts, what it pulls."""
+        if (refusal := self._refused(target, table)) is None:
+            return [f"{target} serves it"]
+        missing = str(table["path"])
+        if folder := self._boxes.catalog(target).folder:
+            table["path"] = f"{folder}/{folder_name(model)}"
+            if self._refused(target, table) is None:
+                return [f"{target} serves it, from its folder of models"]
+        table["path"] = self._pulled(target, model, missing, refusal)
+        self._boxes.call("POST", target, "/api/models", table)
+        return [f"{target} pulled its files, and serves it"]
+
+    def _refused(self, target: str, table: dict[str, Any]) -> Refusal | None:
+        """The answer of a box that has no checkpoint where a model is to be served from. Raises
+        `Refusal` for all others."""
+        try:
+            self._boxes.call("POST", target, "/api/models", table)
+        except Refusal as refusal:
+            if refusal.lacks_files:
+                return refusal
+            raise
+        return None
+
+    def _pulled(self, target: str, model: ModelName, missing: str, otherwise: Refusal) -> str:
+        """The place of a model's files on a box that lacked them. Raises `FleetError` if it may not
+        pull them from another box, with the command that does so."""
+        others = [box for box in self._boxes.names() if box != target]
+        having = next((box for box in others if self._boxes.find(box, model) is not None), None)
+        if having is None:
+            raise otherwise
+        url, catalog = self._boxes.url(having), self._boxes.catalog(target)
+        if not catalog.folder:
+            raise FleetError(
+                f"{target} has no files of {model} in {missing}, and no folder for models: set"
+                " catalog.folder in its configuration, restart it, and apply the plan again"
+            )
+        if url.rstrip("/") in [peer.rstrip("/") for peer in catalog.peers]:
+            self._say(f"{target} pulls {model} from {having}")
+            return self._boxes.pull(target, model, url, max(self._patience, SILENCE_SECONDS))
+        raise FleetError(
+            f"{target} has no files of {model}, neither in {missing} nor in"
+            f" {catalog.folder}/{folder_name(model)}: run"
+            f" `appliance pull {quote_word(model)} --from {url} --no-add` on its machine, with a"
+            f" key for {having} in $APPLIANCE_API_KEY, and apply the plan again; or add {url} to"
+            " catalog.peers of its configuration"
+        )
 
     def _ready(self, box: str, model: ModelName) -> bool:
         """Raises `FleetError` if it never will be."""
@@ -176,6 +278,12 @@ class _Applied:
             if self._clock() >= self._until:
                 raise FleetError(f"{otherwise}; apply the plan again to go on waiting")
             time.sleep(POLL_SECONDS)  # no event of a box tells of it
+
+
+def _message(line: dict[str, Any]) -> str:
+    """What the last line of a pull, or an error in its place, says."""
+    error = line.get("error", "it said nothing")
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def _path(model: ModelName) -> str:

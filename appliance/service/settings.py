@@ -106,6 +106,9 @@ class Settings(Protocol):
         """What there is of a model that the daemon has forgotten: it is leaving while its files are
         deleted. Raises `FilesLeft` if they cannot be."""
 
-    async def pull_model(self, source: str, name: str, tell: Tell) -> ModelName:
-        """Fetch a model into the folder of models, and add it. `tell` is called in another thread.
-        Raises `PullError`, `CheckpointError`, and what `add_model` raises."""
+    async def pull_model(
+        self, source: str, name: str, tell: Tell, *, peer: str = "", add: bool = True
+    ) -> str:
+        """Fetch a model into the folder of models, and `add` it; where it is. With a `peer`, the
+        address of a box that the configuration names, `source` is a model there. `tell` is called
+        in another thread. Raises `PullError`, `CheckpointError`, and what `add_model` raises."""

@@ -61,7 +61,8 @@ BODIES: Final[dict[tuple[str, str], list[Any]]] = {
     ],
     ("POST", "/v1/unload_lora_adapter"): [{"lora_name": "legal", "lora_int_id": 1}],
     ("POST", "/api/pull"): [
-        {"model": PULLED, "stream": False}, {"model": PULLED}, {"model": "nowhere/new"}
+        {"model": PULLED, "stream": False}, {"model": PULLED}, {"model": "nowhere/new"},
+        {"model": PULLED, "from": "http://127.0.0.1:9", "add": False, "stream": False},
     ],
     ("DELETE", "/api/delete"): [{}, {"model": ADDED}],
     ("PUT", "/api/policies"): [
@@ -91,6 +92,7 @@ _ENDS: Final = {
         *("/load", "/evict", "/drain", "/resume", "/pin", "/unpin", "/adapters", "/nothing"),
     ),
     ("DELETE", "/api/models/{name:path}"): ("", "/adapters/polite"),
+    ("GET", "/api/models/{name:path}"): ("", "/files", "/files/config.json"),
     ("PUT", "/api/models/{target:path}"): ("/limits",),
 }
 """What a path ends with, behind the name of a model."""

@@ -133,8 +133,9 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 class Whole:
     """A daemon whose workers do what they are told; what they cannot do is made up."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ending: bool) -> None:
-        """When it is `ending`, so do its streams of events, before long."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, ending: bool) -> None:
+        """When it is `ending`, so do its streams of events, before long. Files of its models are
+        in the folder."""
         models = dict(zip((*MODELS, EMBEDDER), small("abc").values(), strict=True))
         monkeypatch.setattr("tests.unit.doubles.daemon.WorkerDouble", _Worker)
         self._box = Box(
@@ -144,6 +145,10 @@ class Whole:
             limits=Limits(queue=8, progress_seconds=60.0),
         )
         served = self._box.daemon.catalogue.served
+        for name, model in served.items():
+            path = str(folder / ("base" if name == MODELS[0] else "tiny"))
+            worker = msgspec.structs.replace(model.worker, path=path)
+            served[name] = msgspec.structs.replace(model, worker=worker)
         worker = msgspec.structs.replace(served[EMBEDDER].worker, task=Task.EMBED)
         served[EMBEDDER] = msgspec.structs.replace(served[EMBEDDER], worker=worker)
         worker = msgspec.structs.replace(served[MODELS[0]].worker, adapter_room=AdapterRoom(2, 16))
@@ -405,7 +410,7 @@ async def _serve(folder: Path, *, keys: bool, ending: bool) -> None:
     config = _configure(folder, keys=keys)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("appliance.serve.KeyRing", _LastingRing)
-        whole = Whole(monkeypatch, ending=ending)
+        whole = Whole(monkeypatch, folder, ending=ending)
         core = cast(Daemon, cast(Service, whole))
         gateway = make_gateway(core, config)
         whole.daemon.catalogue.on_change = gateway.sessions.catalogue_changed

@@ -11,6 +11,7 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from appliance.api.admin.catalog import NewAdapter
+from appliance.api.admin.model_files import OfferedModels, names_files
 from appliance.errors import alternatives
 from appliance.http.bodies import parse
 from appliance.http.errors import ApiError
@@ -33,17 +34,21 @@ def model_admin_routes(service: Service, settings: Settings | None) -> list[HTTP
         lasting["pin"] = lambda name: settings.change_model(name, {"pin": True})
         lasting["unpin"] = lambda name: settings.change_model(name, {"pin": False})
 
+    files = OfferedModels(service)
+
     @get("/api/models", operation_id="modelActivities")
     async def models() -> ASGIResponse:
         return json_answer({"models": service.activity().models})
 
     @get("/api/models/{name:path}", operation_id="modelActivity")
-    async def model(name: FromPath[str]) -> ASGIResponse:
+    async def model(request: Request[Any, Any, Any], name: FromPath[str]) -> ASGIResponse:
         name = name.removeprefix("/")
         try:
             activity = service.model_activity(name)
         except ModelNotFound:
             removal = None if settings is None else settings.removal(name)
+            if removal is None and names_files(name):
+                return await files.answer(request, name)
             if removal is None:
                 raise
             activity = removal

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
 from appliance.api.admin.events import WatchResponse
-from appliance.checkpoints.sources import Progress
+from appliance.checkpoints.sources import Progress, Tell
 from appliance.http.bodies import parse
 from appliance.http.error_formats import ollama_error
 from appliance.http.errors import ApiError, BadRequest, as_api_error
@@ -32,6 +33,10 @@ class OllamaPull(msgspec.Struct, kw_only=True):
     name: str | None = None
     stream: bool | None = None
     """Unless it is false, progress is sent line by line."""
+    peer: str | None = msgspec.field(default=None, name="from")
+    """The address of another box, of which it is a model (`catalog.peers`)."""
+    add: bool | None = None
+    """Unless it is false, the model is served then. If it is, the answer says where it is."""
 
 
 class OllamaDelete(msgspec.Struct, kw_only=True):
@@ -50,7 +55,8 @@ def ollama_pull_routes(service: Inference, settings: Settings | None) -> list[HT
         asked = parse(await request.body(), OllamaPull)
         source = _named(asked.model or asked.name)
         streams = asked.stream is not False
-        if _is_served(service, source):
+        add = asked.add is not False
+        if add and _is_served(service, source):
             if not streams:
                 return json_answer(_SUCCESS)
             return WatchResponse(_there(), "application/x-ndjson")
@@ -61,10 +67,10 @@ def ollama_pull_routes(service: Inference, settings: Settings | None) -> list[HT
                 "the appliance's configuration",
             )
         source = source.removesuffix(_LATEST)
+        pulling = partial(settings.pull_model, source, "", peer=asked.peer or "", add=add)
         if streams:
-            return WatchResponse(_told(settings, source), "application/x-ndjson")
-        await settings.pull_model(source, "", lambda progress: None)
-        return json_answer(_SUCCESS)
+            return WatchResponse(_sent(pulling, add), "application/x-ndjson")
+        return json_answer(_done(await pulling(lambda progress: None), add))
 
     if settings is None:
         return [pull]
@@ -100,7 +106,11 @@ async def _there() -> AsyncIterator[bytes]:
     yield msgspec.json.encode(_SUCCESS) + b"\n"
 
 
-async def _told(settings: Settings, source: str) -> AsyncIterator[bytes]:
+def _done(path: str, add: bool) -> dict[str, str]:
+    return _SUCCESS if add else {**_SUCCESS, "path": path}
+
+
+async def _sent(pulling: Callable[[Tell], Awaitable[str]], add: bool) -> AsyncIterator[bytes]:
     """A pull as lines, to its end; a failure is the last one. A client that leaves leaves the pull
     alone: one that asks again finds what is there."""
     steps: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -110,9 +120,8 @@ async def _told(settings: Settings, source: str) -> AsyncIterator[bytes]:
         loop.call_soon_threadsafe(steps.put_nowait, _line(progress))
 
     async def fetch() -> None:
-        last = msgspec.json.encode(_SUCCESS) + b"\n"
         try:
-            await settings.pull_model(source, "", tell)
+            last = msgspec.json.encode(_done(await pulling(tell), add)) + b"\n"
         except Exception as error:
             last = ollama_error(as_api_error(error)) + b"\n"
         steps.put_nowait(last)

@@ -23,6 +23,7 @@ from appliance.api.admin.catalog import NewAdapter, NewModel
 from appliance.api.admin.config import LogLevel, ModelLimits
 from appliance.api.admin.instances import QuarantineReason
 from appliance.api.admin.keys import Keys, MadeKey, RevokedKey, ShownKey
+from appliance.api.admin.model_files import ModelFiles
 from appliance.api.admin.organizations import (
     KeyOrganization,
     Organizations,
@@ -63,6 +64,17 @@ _EVENTS: Final = {
 _LINE: Final = {
     "description": "Done.",
     "content": {"text/plain": {"schema": {"type": "string"}}},
+}
+_FILE: Final = {
+    "description": "Bytes of the file.",
+    "content": {"application/octet-stream": {"schema": {"description": "Bytes, as they come."}}},
+}
+_RANGE: Final = {
+    "Range": {
+        "type": "string",
+        "pattern": "^bytes=[0-9]{1,18}-([0-9]{1,18})?$",
+        "description": "One part of the file; what is no such part means all of it.",
+    }
 }
 _LAST_EVENT: Final = {
     "Last-Event-ID": {
@@ -140,6 +152,8 @@ class Operation:
     """Headers of the request that mean something, and the schema of each."""
     text: bool = False
     """Whether a success is a line of text."""
+    file: bool = False
+    """Whether a success is a file, or a part of it (206)."""
 
 
 def _unix_seconds(about: str) -> dict[str, Any]:
@@ -174,6 +188,14 @@ OPERATIONS: Final = (
     Operation("get", "/api/host/slabs", "Which slab of the host cache is whose.", SlabMap),
     Operation("get", "/api/models", "List the models.", Models),
     Operation("get", "/api/models/{name}", "One model.", ModelActivity, refusals=(404,)),
+    Operation(
+        "get", "/api/models/{name}/files", "List a model's files, for other boxes.", ModelFiles,
+        refusals=(404, 409),
+    ),
+    Operation(
+        "get", "/api/models/{name}/files/{path}", "A file of a model, or a part of it.", None,
+        refusals=(404, 409, 416, 503), headers=_RANGE, file=True,
+    ),
     Operation(
         "post", "/api/models", "Add a model.", ModelActivity, NewModel,
         (CANNOT_BE_READ, 409, CANNOT_BE_USED),
@@ -365,13 +387,14 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
     if one.body is not None:
         refusals.add(inference.BODY_STALLS)
     success = _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer])
-    if one.text:
-        success = _LINE
+    if one.text or one.file:
+        success = _LINE if one.text else _FILE
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
         "summary": one.about,
         "responses": {
             str(one.success): success,
+            **({"206": _FILE} if one.file else {}),
             **{
                 str(status): _json(HTTPStatus(status).phrase, schema_of[ErrorBody])
                 for status in sorted(refusals)

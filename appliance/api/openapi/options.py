@@ -44,12 +44,12 @@ def methods_at(path: str) -> tuple[str, ...]:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], tuple[str, ...]]]:
-    """What paths look like; those first that say most about them. A name may have slashes."""
+    """What paths look like; those first of which most is written out. A name may have slashes."""
     found: list[tuple[str, tuple[str, ...]]] = [
         (path, tuple(method.upper() for method in item))
         for path, item in document()["paths"].items()
     ]
-    found.sort(key=lambda one: (one[0].count("{"), -len(one[0])))
+    found.sort(key=lambda one: -len(re.sub(r"{\w+}", "", one[0])))
     return [
         (re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(path)), re.DOTALL), methods)
         for path, methods in found

@@ -26,16 +26,19 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from appliance.checkpoints.adapters import full_name
-from appliance.checkpoints.pull import pull as fetch
+from appliance.checkpoints.peers.source import PeerSource
 from appliance.checkpoints.pull import pull_adapter as fetch_adapter
-from appliance.checkpoints.sources import Progress, Tell, find_source
+from appliance.checkpoints.pull import pull_found
+from appliance.checkpoints.sources import Progress, Source, Tell, find_source
 from appliance.client import (
     ANSWER_SECONDS,
+    KEY_VARIABLE,
     call,
     checked,
     connect,
     fail,
     get,
+    own_key,
     unreachable,
     url_option,
 )
@@ -54,6 +57,11 @@ from appliance.units import human
 @click.option(
     "--adapter-of", "base", metavar="MODEL",
     help="It is a LoRA adapter of MODEL, which has room for it (max_loras).",
+)  # fmt: skip
+@click.option(
+    "--from", "peer", metavar="URL",
+    help="SOURCE is a model of the box at URL, http(s)://HOST:PORT, which offers its files to keys "
+    "with the scope admin ($APPLIANCE_API_KEY).",
 )  # fmt: skip
 @click.option("--link", is_flag=True, help="Use the directory SOURCE where it is; copy nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each step.")
@@ -77,6 +85,7 @@ def pull(
     name: str,
     folder: Path | None,
     base: str | None,
+    peer: str | None,
     link: bool,
     as_json: bool,
     no_add: bool,
@@ -87,11 +96,13 @@ def pull(
     url: str,
 ) -> None:
     """Fetch a model, or a LoRA adapter, from SOURCE: a directory, an archive (.tar, .tar.gz, .tgz,
-    .zip), or ORG/MODEL[@REVISION] of a hub.
+    .zip), ORG/MODEL[@REVISION] of a hub, or with --from a model of another box.
 
     The running daemon serves it then, and after a restart. It is verified, and is in the folder of
     models as a whole or not at all. A pull that breaks off goes on where it stopped when it is
     repeated; one that is there already is not fetched again."""
+    if peer is not None and (link or base is not None):
+        fail(f"--from fetches models: leave {'--link' if link else '--adapter-of'} out", 2)
     if folder is None and not link:
         configured = get(url, "/api/config")["config"]["catalog"]["folder"]
         folder = Path(configured) if configured else None
@@ -105,15 +116,26 @@ def pull(
             fail(f"--{option} is the model's, not an adapter's", 2)
         _pull_adapter(source, name, base, folder, url, link=link, as_json=as_json, no_add=no_add)
         return
-    with failing(source):
+    with failing(source), _found(source, peer) as (found, text):
         if not no_add:
-            _check_free(url, name or find_source(source).name)
+            _check_free(url, name or found.name)
             _check_groups(url, groups)
         with telling(as_json) as tell:
-            pulled = fetch(source, folder, name, link=link, tell=tell)
+            pulled = pull_found(found, text, folder, name, link=link, tell=tell)
     if not no_add:
         call("POST", url, "/api/models", {"name": pulled.name, "path": str(pulled.path), **chosen})
     _report(pulled.name, pulled.path, as_json=as_json, added=not no_add)
+
+
+@contextmanager
+def _found(source: str, peer: str | None) -> Iterator[tuple[Source, str]]:
+    """What is pulled, and what errors call it."""
+    if peer is None:
+        yield find_source(source), source
+        return
+    key = own_key() or ""
+    with PeerSource(peer, source, key, key_from=f"${KEY_VARIABLE}") as found:
+        yield found, found.address
 
 
 def _pull_adapter(

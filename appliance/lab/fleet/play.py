@@ -33,8 +33,8 @@ from appliance.policies.stack import PolicyStack
 from appliance.scheduling.reports.box_load import machine_load
 from appliance.vocabulary import ModelName, RequestId, Word
 
-_TOLD: Final = frozenset(BoxLoad.__struct_fields__)
-"""What a router is told of a box's load."""
+_REPORTED: Final = frozenset(BoxLoad.__struct_fields__)
+"""What a router knows of a box's load."""
 
 
 class FleetSetting(Word, frozen=True, kw_only=True):
@@ -144,8 +144,8 @@ class _Box:
     def state(self, now: float) -> BoxState:
         """As it answers a poll."""
         found = machine_load(self.simulation.machine, now)
-        told = {name: one for name, one in found._asdict().items() if name in _TOLD}
-        load = BoxLoad(catalogue=self.catalogue, **told)
+        known = {name: one for name, one in found._asdict().items() if name in _REPORTED}
+        load = BoxLoad(catalogue=self.catalogue, **known)
         return BoxState(name=self.name, load=load)
 
     def ended(self, now: float) -> SimulationRun:

@@ -73,7 +73,7 @@ def test_every_endpoint_is_described(app: Litestar) -> None:
         and method != "OPTIONS"
     }
     described = {
-        (method, re.sub(r"^/api/models/{name}/\w+$", MODEL_VERBS, _deleted(path)))
+        (method, re.sub(r"^/api/models/{name}/\w+$", MODEL_VERBS, _handled(path)))
         for path, item in document()["paths"].items()
         for method in item
         if not is_front_path(path)
@@ -82,9 +82,9 @@ def test_every_endpoint_is_described(app: Litestar) -> None:
     assert described == there
 
 
-def _deleted(path: str) -> str:
-    """An adapter is deleted where a model is, whose name may have slashes, too."""
-    return path.removesuffix("/adapters/{adapter}")
+def _handled(path: str) -> str:
+    """An adapter is deleted, and files are, where a model is, whose name may have slashes, too."""
+    return re.sub(r"^(/api/models/{name})/(adapters/{adapter}|files(/{path})?)$", r"\1", path)
 
 
 def test_what_front_ends_answer_is_described() -> None:
@@ -120,6 +120,9 @@ def test_every_body_has_an_example(method: str, path: str, kind: type) -> None:
         ("/api/models/org/a", "DELETE, GET, OPTIONS"),
         ("/api/models/org/a/load", "OPTIONS, POST"),
         ("/api/models/a/limits", "OPTIONS, PUT"),
+        ("/api/models/a/adapters/legal", "DELETE, OPTIONS"),
+        ("/api/models/org/a/files", "GET, OPTIONS"),
+        ("/api/models/org/a/files/1_Pooling/config.json", "GET, OPTIONS"),
         ("/api/requests/r", "DELETE, GET, OPTIONS"),
         ("/api/keys", "GET, OPTIONS, POST"),
         ("/api/keys/ci", "DELETE, GET, OPTIONS"),

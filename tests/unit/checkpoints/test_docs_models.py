@@ -18,15 +18,17 @@ from appliance.config.loader import load_config
 from appliance.daemon.reload import LiveConfig
 from tests.docblocks import code_blocks
 from tests.docexamples import shape
+from tests.unit.api.test_model_files import FiledBox
 from tests.unit.cli.test_admin_page import curl, prints
 from tests.unit.doubles.daemon import Box, setup_of, small
 from tests.unit.doubles.serving import served
 
 
 @pytest.fixture
-async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Box]:
+async def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Box]:
+    monkeypatch.setattr(FiledBox, "path", str(tmp_path / "tiny"))
     models = small("ab")
-    box = Box(monkeypatch, models, setup_of(models, policy="serverlessllm"))
+    box = FiledBox(monkeypatch, models, setup_of(models, policy="serverlessllm"))
     box.world.models |= {"new": small("n")["n"], "linked": small("l")["l"]}
     box.start()
     yield box

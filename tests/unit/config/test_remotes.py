@@ -22,6 +22,7 @@ from appliance.vocabulary import Task
 
 OWN = '[[model]]\nname = "own"\npath = "own"\nmax_context = 512\naliases = ["mine"]\n'
 FAR = '[[model]]\nname = "far"\nremote = "http://192.0.2.9:8000"\nmax_context = 1000\n'
+PEERS = '[catalog]\npeers = ["http://192.0.2.1:11500", "https://box2.example.org/"]\n'
 
 
 def loaded(folder: Path, text: str, *, check_files: bool = False) -> Config:
@@ -143,6 +144,9 @@ def test_a_file_with_no_key_in_it(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "far.key").unlink()
     (found,) = problems(tmp_path, devices + text, check_files=True)
     assert "cannot be read" in str(found)
+    peers = PEERS + 'peer_key_file = "far.key"\n'
+    (found,) = problems(tmp_path, devices + peers + own, check_files=True)
+    assert (found.key, "cannot be read" in str(found)) == ("catalog.peer_key_file", True)
 
 
 def test_a_file_that_others_can_read_is_a_warning(tmp_path: Path, secret: Path) -> None:
@@ -174,3 +178,32 @@ def test_the_lab_and_fit_look_at_models_of_this_box(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "far" not in shown.stdout
     assert "far" not in json.dumps(scenario_of(file))
+
+
+def test_boxes_to_pull_from(tmp_path: Path, secret: Path) -> None:
+    """Their key is in a file next to the configuration, which others than its owner cannot read."""
+    text = PEERS + 'peer_key_file = "far.key"\n' + OWN
+    config = loaded(tmp_path, text)
+    assert config.catalog.peers == ("http://192.0.2.1:11500", "https://box2.example.org/")
+    assert config.catalog.peer_key_file == str(secret)
+    assert "sk-far" not in json.dumps(as_written(config))
+    assert not [one for one in warnings(config) if "peer_key_file" in one]
+
+    secret.chmod(0o644)
+    (found,) = [one for one in warnings(config) if "peer_key_file" in one]
+    assert found.startswith("catalog.peer_key_file: others than its owner can read")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "wrong"),
+    [
+        (PEERS.replace("http:", "ftp:"), "catalog.peers", "no address of an HTTP server"),
+        (PEERS.replace("http://", "http://u:p@"), "catalog.peers", "belongs into peer_key_file"),
+        (PEERS.replace(":11500", ":11500?x=1"), "catalog.peers", "more than a path"),
+        ('[catalog]\npeer_key_file = "far.key"\n', "catalog.peer_key_file", "there are no peers"),
+    ],
+)
+def test_boxes_that_are_none(tmp_path: Path, secret: Path, text: str, key: str, wrong: str) -> None:
+    (found,) = problems(tmp_path, text + OWN)
+
+    assert (found.key, wrong in found.wrong) == (key, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -40,6 +41,9 @@ host_cache = "16MiB"
 [policy]
 use = ["serverlessllm"]
 
+[catalog]
+folder = "models"
+
 """
 MODEL = """\
 [[model]]
@@ -73,6 +77,7 @@ class FleetDouble:
     """Boxes whose workers do nothing."""
     configs: dict[str, Path] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, LiveConfig] = field(default_factory=dict)
 
     def names(self, box: str) -> list[str]:
         """What a restart would serve."""
@@ -136,6 +141,7 @@ async def fleet(
             app = create_app(box.daemon, settings=settings, ledger=ledger, access=access)
             port = await stack.enter_async_context(served(app))
             fleet.boxes[name], fleet.configs[name] = box, config
+            fleet.settings[name] = settings
             fleet.urls[name] = f"http://127.0.0.1:{port}"
         task = asyncio.create_task(working(fleet))
         yield fleet
@@ -211,14 +217,90 @@ async def test_a_refusal_ends_the_command(fleet: FleetDouble, tmp_path: Path) ->
     file = tmp_path / "plan.json"
     await fleet.run("plan", str(file), *fleet.asked())
     plan = json.loads(file.read_text(encoding="utf-8"))
-    plan["tables"]["a"]["path"] = "nowhere"
+    plan["tables"]["a"]["tool_parser"] = "nothing"
     file.write_text(json.dumps(plan), encoding="utf-8")
 
     result = await fleet.run("apply", str(file), "--wait", "10")
     assert result.exit_code == 1
     assert "error: step 1, move of a: two refuses: " in result.stderr
-    assert "nowhere" in result.stderr
+    assert "tool_parser" in result.stderr
     assert fleet.names("one") == ["a", "b", "c"]
+
+
+async def test_files_that_a_box_lacks_come_from_another_one(
+    fleet: FleetDouble, tmp_path: Path
+) -> None:
+    """The command that is said brings them, and the plan goes on with its own terms."""
+    file = tmp_path / "plan.json"
+    await fleet.run("plan", str(file), *fleet.asked())
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    plan["tables"]["a"]["path"] = "/only/on/one"
+    file.write_text(json.dumps(plan), encoding="utf-8")
+
+    result = await fleet.run("apply", str(file), "--wait", "10")
+    assert result.exit_code == 1
+    where = fleet.configs["two"].parent / "models" / "a"
+    said = f"two has no files of a, neither in /only/on/one nor in {where}: run `"
+    assert said in result.stderr
+    command = shlex.split(result.stderr.partition("run `")[2].partition("`")[0])
+    assert command == ["appliance", "pull", "a", "--from", fleet.urls["one"], "--no-add"]
+    assert fleet.names("one") == ["a", "b", "c"]
+
+    words = [*command[1:], "--url", fleet.urls["two"]]
+    pulled = await asyncio.to_thread(CliRunner().invoke, cli, words)
+    assert pulled.exit_code == 0, pulled.output
+    again = await fleet.run("apply", str(file), "--wait", "10")
+    assert again.exit_code == 0, again.output
+    assert again.output.startswith("1. a: two serves it, from its folder of models; one serves")
+    assert (fleet.names("one"), fleet.names("two")) == (["b", "c"], ["d", "a"])
+    table = load_config(fleet.configs["two"]).models[-1]
+    assert (table.path, table.max_context) == (str(where), 256)
+
+
+async def test_a_box_that_may_pulls_what_it_lacks(fleet: FleetDouble, tmp_path: Path) -> None:
+    """From the box that has it, which gives the model up then."""
+    file, checkpoint = tmp_path / "plan.json", tmp_path / "tiny"
+    await fleet.run("plan", str(file), *fleet.asked())
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    plan["tables"]["a"]["path"] = "/only/on/one"
+    file.write_text(json.dumps(plan), encoding="utf-8")
+    running = fleet.settings["two"]._running
+    catalog = replace(running.catalog, peers=(fleet.urls["one"],))
+    fleet.settings["two"]._running = replace(running, catalog=catalog)
+
+    (checkpoint / "SHA256SUMS").write_text(f"{'a' * 64}  model.safetensors\n")
+    result = await fleet.run("apply", str(file), "--wait", "10")
+    assert result.exit_code == 1
+    assert "two cannot pull a from " in result.stderr
+    assert "came damaged" in result.stderr
+    assert fleet.names("one") == ["a", "b", "c"]
+
+    (checkpoint / "SHA256SUMS").unlink()
+    result = await fleet.run("apply", str(file), "--wait", "10")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        "two pulls a from one",
+        "1. a: two pulled its files, and serves it; one serves it no more; its files stay",
+        "1 of 1 steps changed something",
+    ]
+    assert (fleet.names("one"), fleet.names("two")) == (["b", "c"], ["d", "a"])
+    table = load_config(fleet.configs["two"]).models[-1]
+    assert table.path == str(fleet.configs["two"].parent / "models" / "a")
+
+
+async def test_a_box_without_a_folder_for_models(fleet: FleetDouble, tmp_path: Path) -> None:
+    """Is to get one first."""
+    file = tmp_path / "plan.json"
+    await fleet.run("plan", str(file), *fleet.asked())
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    plan["tables"]["a"]["path"] = "/only/on/one"
+    file.write_text(json.dumps(plan), encoding="utf-8")
+    running = fleet.settings["two"]._running
+    fleet.settings["two"]._running = replace(running, catalog=replace(running.catalog, folder=""))
+
+    result = await fleet.run("apply", str(file), "--wait", "10")
+    assert result.exit_code == 1
+    assert "and no folder for models: set catalog.folder in its configuration" in result.stderr
 
 
 async def test_pins_are_planned_where_models_are_served(fleet: FleetDouble, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints that boxes give each other: what a box offers, and how another one fetches it."""

@@ -1,0 +1,262 @@
+"""A model of another box, as a source of a pull: its files by HTTP, each checked by its SHA-256.
+
+A file that broke off goes on where it stopped: what came of it is kept in the part, below `.peer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from appliance.checkpoints.sources import CHUNK_BYTES, MAX_FILES, Wanted, leads_out
+from appliance.errors import PullError
+
+MAX_LIST_BYTES: Final = 16 << 20
+CONNECT_SECONDS: Final = 10.0
+SILENCE_SECONDS: Final = 120.0
+PATIENCE_SECONDS: Final = 600.0
+"""How long the other box may send to others, or compute no further digest."""
+POLL_SECONDS: Final = 0.5
+
+PARTS: Final = ".peer"
+"""The folder of what came of files that are not whole, in the part."""
+
+_PIECE_BYTES: Final = 1 << 20
+_MAX_BYTES, _MAX_SECONDS = 1 << 56, 1 << 40
+"""Of a file, and of a time of a file: what a file system can have."""
+_OK, _PARTIAL, _FULL = 200, 206, 503
+_REFUSED: Final = frozenset({401, 403})
+
+
+class _File(msgspec.Struct, frozen=True):
+    path: str
+    bytes: int
+    modified: int
+    sha256: str | None
+
+
+class _Files(msgspec.Struct, frozen=True):
+    files: tuple[_File, ...]
+
+
+class PeerSource:
+    """A model of the catalogue of another box."""
+
+    directory: Path | None = None
+
+    def __init__(
+        self, url: str, model: str, key: str, *, key_from: str, field: str = "--from"
+    ) -> None:
+        """Errors say where the `key` was (`key_from`), and call the address by `field`. Raises
+        `PullError` for what is no address of a box."""
+        self.name = model
+        self._url = _checked_address(url, field)
+        self._key_from = key_from
+        self._field = field
+        self._path = f"{self._url}/api/models/{quote(model)}/files"
+        headers = {"Accept-Encoding": "identity"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+        self._client = httpx.Client(headers=headers, timeout=timeout)
+        self._known: dict[str, _File] | None = None
+
+    def __enter__(self) -> PeerSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    @property
+    def address(self) -> str:
+        """What errors call it."""
+        return f"{self.name} of {self._url}"
+
+    def origin(self) -> dict[str, Any]:
+        files = sorted((one.path, one.bytes, one.modified) for one in self._files().values())
+        state = hashlib.sha256(msgspec.json.encode(files)).hexdigest()
+        return {"peer": self._url, "model": self.name, "files": state}
+
+    def listing(self) -> dict[str, int]:
+        return {name: file.bytes for name, file in self._files().items()}
+
+    def wanted(self, names: Sequence[str]) -> Iterator[Wanted]:
+        for name in names:
+            file = self._files()[name]
+
+            def write(path: Path, more: Callable[[int], None], file: _File = file) -> None:
+                self._fetch(file, path, more)
+
+            yield Wanted(name, file.bytes, file.modified, write)
+
+    def _files(self) -> dict[str, _File]:
+        if self._known is None:
+            self._known = self._ask()
+        return self._known
+
+    def _ask(self) -> dict[str, _File]:
+        """The list as it is now; digests may be missing."""
+        with self._asking(self._path, {}) as response:
+            if response.status_code != _OK:
+                self._refuse(response)
+            body = self._body(response)
+        try:
+            found = msgspec.json.decode(body, type=_Files).files
+        except msgspec.DecodeError as error:
+            raise PullError(
+                f"{self._url} is no appliance that offers files ({error}): correct "
+                f"{self._field}, or update the appliance there"
+            ) from error
+        for file in found:
+            sizes = 0 <= file.bytes < _MAX_BYTES and 0 <= file.modified < _MAX_SECONDS
+            if leads_out(file.path) or not sizes:
+                raise PullError(
+                    f"{self.address} is refused: its file {file.path[:200]!r} leads out of it, or "
+                    "has a size or a time that no file has"
+                )
+        files = {file.path: file for file in found}
+        if len(files) != len(found) or len(found) > MAX_FILES:
+            raise PullError(
+                f"{self.address} is refused: it lists a file twice, or more than {MAX_FILES}"
+            )
+        return files
+
+    def _fetch(self, file: _File, path: Path, more: Callable[[int], None]) -> None:
+        """Have a file at `path`, whole and of the digest that the box tells of it."""
+        part = path.parent / PARTS / hashlib.sha256(file.path.encode()).hexdigest()
+        part.parent.mkdir(exist_ok=True)
+        digest = hashlib.sha256()
+        with part.open("a+b") as stream:
+            if os.fstat(stream.fileno()).st_size > file.bytes:
+                stream.truncate(0)
+            stream.seek(0)
+            while piece := stream.read(CHUNK_BYTES):
+                digest.update(piece)
+                more(len(piece))
+            if stream.tell() < file.bytes:
+                self._receive(file, stream, digest, more)
+        if digest.hexdigest() != self._digest_of(file):
+            part.unlink()
+            raise PullError(
+                f"{file.path} of {self.address} came damaged: its SHA-256 is not the one that the "
+                "box tells; pull again, and if that does not help, run `appliance doctor --verify` "
+                "there"
+            )
+        part.replace(path)
+
+    def _receive(self, file: _File, stream: Any, digest: Any, more: Callable[[int], None]) -> None:
+        """What is not there yet, behind what is."""
+        begun = stream.tell()
+        headers = {"Range": f"bytes={begun}-"} if begun else {}
+        with self._in_turn(f"{self._path}/{quote(file.path)}", headers) as response:
+            if response.status_code != (_PARTIAL if begun else _OK):
+                self._refuse(response)
+            where = response.headers.get("content-range", "")
+            if begun and not where.startswith(f"bytes {begun}-"):
+                raise PullError(f"{self._url} sends another part of {file.path} than was asked for")
+            got = counted = 0
+            for piece in response.iter_raw():  # as it comes: what came of a file is kept
+                if begun + got + len(piece) > file.bytes:
+                    raise PullError(f"{file.path} is longer than its {file.bytes} bytes")
+                stream.write(piece)
+                digest.update(piece)
+                got += len(piece)
+                if got - counted >= CHUNK_BYTES:
+                    more(got - counted)
+                    counted = got
+            if got > counted:
+                more(got - counted)
+
+    def _digest_of(self, file: _File) -> str:
+        """As the box tells it, which may have to read the file before."""
+        digest, until = file.sha256, time.monotonic() + PATIENCE_SECONDS
+        missing = None
+        while digest is None:
+            files = self._ask()
+            now = files.get(file.path)
+            if now is None or (now.bytes, now.modified) != (file.bytes, file.modified):
+                raise PullError(f"{file.path} of {self.address} has changed; pull again")
+            self._known, digest = files, now.sha256
+            left = sum(one.sha256 is None for one in files.values())
+            if left != missing:
+                missing, until = left, time.monotonic() + PATIENCE_SECONDS
+            if digest is None:
+                if time.monotonic() > until:
+                    raise PullError(
+                        f"{self._url} tells no SHA-256 of {file.path}; pull again later, to go on"
+                    )
+                time.sleep(POLL_SECONDS)  # another box: nothing here tells of it
+        return digest
+
+    @contextlib.contextmanager
+    def _in_turn(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
+        """An answer, once the box does not send as many files as it may to others."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            with self._asking(url, headers) as response:
+                if response.status_code != _FULL or time.monotonic() > until:
+                    yield response
+                    return
+            time.sleep(POLL_SECONDS)
+
+    @contextlib.contextmanager
+    def _asking(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
+        try:
+            with self._client.stream("GET", url, headers=headers) as response:
+                yield response
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise PullError(
+                f"{self.address} broke off ({reason}); see that the box runs and is reached, then "
+                "pull again to go on where it stopped"
+            ) from error
+
+    def _refuse(self, response: httpx.Response) -> NoReturn:
+        """Say what the box says, and what to do."""
+        if response.status_code in _REFUSED:
+            raise PullError(
+                f"{self._url} refuses the key ({response.status_code}): {self._key_from} has to be "
+                "one with the scope admin there"
+            )
+        try:
+            message = msgspec.json.decode(self._body(response))["error"]["message"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            message = f"correct {self._field}, or update the appliance there"
+        raise PullError(
+            f"{self._url} does not give {self.name} ({response.status_code}): {message}"
+        )
+
+    def _body(self, response: httpx.Response) -> bytes:
+        body = b""
+        for piece in response.iter_raw(_PIECE_BYTES):
+            body += piece
+            if len(body) > MAX_LIST_BYTES:
+                raise PullError(
+                    f"{self._url} answers with more than {MAX_LIST_BYTES} bytes: correct "
+                    f"{self._field}"
+                )
+        return body
+
+
+def _checked_address(url: str, field: str) -> str:
+    """Without a slash at its end. Raises `PullError`."""
+    try:
+        address = httpx.URL(url)
+        if (
+            address.scheme in ("http", "https")
+            and address.host
+            and not (address.userinfo or address.query or address.fragment)
+        ):
+            return url.rstrip("/")
+    except httpx.InvalidURL:
+        pass
+    raise PullError(f"{field}: {url!r} is no address of a box: give http(s)://HOST:PORT")
