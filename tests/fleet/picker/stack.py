@@ -85,7 +85,8 @@ class Stack:
         file.write_text(text.replace("/etc/llm-d/endpoints.yaml", str(self.endpoints)), "utf-8")
         self.begin(
             "picker", self.epp, "--pool-name", "appliance", "--config-file", file,
-            "--grpc-port", str(self.grpc_port), "--secure-serving=false",
+            "--grpc-port", str(self.grpc_port), "--secure-serving=false", "--tracing=false",
+            "--enable-pprof=false",
             "--grpc-health-port", str(free_port()), "--metrics-port", str(free_port()),
         )  # fmt: skip
 
