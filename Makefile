@@ -162,7 +162,7 @@ $(FLEET)/.made: requirements/fleet.txt pyproject.toml
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
-test-fleet: $(VENV)/.appliance $(FLEET)/.made ## Three daemons and three Ray nodes; fetches 150 MB once; not part of `make test`
+test-fleet: $(VENV)/.appliance $(FLEET)/.made ## Three daemons and three Ray nodes; fetches 190 MB once; not part of `make test`
 	$(FLEET)/bin/python -m pytest -c tests/fleet/pytest.ini --rootdir . \
 		--confcutdir tests/fleet tests/fleet
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
-import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -19,7 +15,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from appliance.demo.run import free_port, metrics_by_model
+from appliance.demo.run import free_port
 from appliance.fleet.ray_serve.application import APPLICATION, boxes_running, deploy
 from appliance.fleet.ray_serve.settings import (
     BOX_NAME,
@@ -28,12 +24,9 @@ from appliance.fleet.ray_serve.settings import (
     FRONT_RESOURCE,
     FleetSettings,
 )
+from tests.fleet.boxes import MODELS, BoxProcess
 from tests.patience import PATIENCE_SECONDS, until
 
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("APPLIANCE_PYTHON", ROOT / ".venv/bin/python"))
-"""The environment with the engine."""
-MODELS = ("llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a")
 CATALOGUES = {"a": MODELS[:4], "b": MODELS[2:], "c": MODELS[4:] + MODELS[:2]}
 """Each model is on two of three boxes."""
 SMALL: dict[str, Any] = {
@@ -41,62 +34,6 @@ SMALL: dict[str, Any] = {
     "include_dashboard": False,
     "num_cpus": 1,
 }
-
-
-@dataclass
-class BoxProcess:
-    """A daemon, and what started it."""
-
-    name: str
-    port: int
-    folder: Path
-    process: subprocess.Popen[str] | None = None
-    pid: int = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        """Begin; `ready` waits for it."""
-        self.folder.mkdir(exist_ok=True)
-        self.process = subprocess.Popen(
-            [
-                *(PYTHON, "-m", "tests.fleet.daemon", self.folder.parent / f"models-{self.name}"),
-                *(self.folder, str(self.port), *CATALOGUES[self.name]),
-            ],
-            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-
-    def ready(self) -> None:
-        assert self.process is not None
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline().strip()
-        assert said, f"the daemon of box {self.name} did not start"
-        self.pid = int(said)
-
-    def drain(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Gone when this returns: a process takes connections until the kernel has ended it."""
-        os.kill(self.pid, signal.SIGKILL)
-        until(lambda: not self.listens())
-
-    def listens(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def end(self) -> None:
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-            self.process.wait(PATIENCE_SECONDS)
-
-    def switches(self) -> float:
-        """How often a model's weights came to the device so far."""
-        rows = metrics_by_model(self.url)
-        return sum(n for (name, _), n in rows.items() if name == "appliance_switches_total")
 
 
 @dataclass
@@ -147,7 +84,10 @@ class Fleet:
 @pytest.fixture(scope="session")
 def boxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, BoxProcess]]:
     folder = tmp_path_factory.mktemp("boxes")
-    made = {name: BoxProcess(name, free_port(), folder / name) for name in CATALOGUES}
+    made = {
+        name: BoxProcess(name, free_port(), folder / name, models)
+        for name, models in CATALOGUES.items()
+    }
     try:
         for box in made.values():
             box.start()

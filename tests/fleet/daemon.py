@@ -3,6 +3,7 @@ appliance's own environment. It writes its daemon's process id, and ends when it
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -14,9 +15,10 @@ HOST_CACHE, MEMORY = "256MiB", "48MiB"
 """The pool has room for about two of these models, the host cache for all."""
 DRAIN = '[api]\ndrain = "300s"\n'
 """Whatever has begun when a box is to end, ends well."""
+KEYS = 'keys = "{keys}"\nopen_metrics = true\n'
 
 
-def main(checkpoints: Path, folder: Path, port: int, models: list[str]) -> None:
+def main(checkpoints: Path, folder: Path, port: int, models: list[str], keys: Path | None) -> None:
     make_checkpoints(checkpoints, models)
     text = write_config(
         checkpoints,
@@ -27,8 +29,12 @@ def main(checkpoints: Path, folder: Path, port: int, models: list[str]) -> None:
         host_cache=HOST_CACHE,
         short_turns=True,
     ).read_text(encoding="utf-8")
+    api = DRAIN
+    if keys is not None:  # the status is asked for on the operators' socket, which needs none
+        api += KEYS.format(keys=keys)
+        text = text.replace('admin_socket = ""', f'admin_socket = "{folder / "admin.sock"}"')
     file = folder / "appliance.toml"
-    file.write_text(text.replace("[api]\n", DRAIN), encoding="utf-8")
+    file.write_text(text.replace("[api]\n", api), encoding="utf-8")
     with running_daemon(file, load_config(file)) as (_, pid):
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
@@ -36,4 +42,10 @@ def main(checkpoints: Path, folder: Path, port: int, models: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoints", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("port", type=int)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--keys", type=Path, help="a file of keys; metrics are open with it")
+    main(**vars(parser.parse_args()))

@@ -116,6 +116,7 @@ def test_the_packaged_picker_and_proxy_fit_together() -> None:
         used += [source["pluginRef"], *(row["pluginRef"] for row in source["extractors"])]
     assert {*used, "profile"} == plugins.keys()
     assert plugins["metrics"]["parameters"]["interval"] == "1s"
+    assert layer["injectDefaults"] is False, "it would read vLLM's metrics, too, every 50 ms"
     extractor = plugins["extractor"]["parameters"]
     assert extractor["defaultEngine"] == extractor["engineConfigs"][0]["name"] == "appliance"
     assert plugins["boxes"]["parameters"]["watchFile"] is True
@@ -126,5 +127,8 @@ def test_the_packaged_picker_and_proxy_fit_together() -> None:
     routes = manager["route_config"]["virtual_hosts"][0]["routes"]
     processor = manager["http_filters"][0]["typed_config"]["grpc_service"]["envoy_grpc"]
     assert {routes[0]["route"]["cluster"], processor["cluster_name"]} == clusters.keys()
+    for name, cluster in clusters.items():
+        (most,) = cluster["circuit_breakers"]["thresholds"]
+        assert min(most.values()) >= 100_000, f"{name}: Envoy would refuse the 1,025th request"
     header = clusters["boxes"]["original_dst_lb_config"]["http_header_name"]
     assert header == "x-gateway-destination-endpoint"
