@@ -22,6 +22,7 @@ from appliance.hookspecs import hookimpl
 from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.homes import Homes, find_seekers
+from appliance.plugins.instance_work.costly import CostlySwitches, CostlyTurn
 from appliance.plugins.instance_work.expected import Expectations
 from appliance.plugins.instance_work.loads import Loads
 from appliance.plugins.instance_work.outlook import ModelWork, Outlooks, Terms
@@ -118,8 +119,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self._weights: dict[ModelName, int] = {}
         self._expectations = Expectations()
         self._loads = Loads(self._expectations, self.output_tokens)
-        terms = Terms(self.margin, self.slack_target, self.renewal_seconds, self.pace)
+        terms = Terms(
+            self.margin, self.slack_target, self.renewal_seconds, self.pace, self.output_tokens
+        )
         self._outlooks = Outlooks(terms, self._expectations)
+        self._costly = CostlySwitches()
         self._homes = Homes()
         self._parking = parking.Parking(self.park_load, self.park_seconds)
         self._placements: list[Placement] = []
@@ -344,6 +348,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         model = instance.turn
         if model is None or any([group.model == model for group in instance.groups]):
             return 0.0
+        costly = self._costly_turn(now, instance, costs)
+        if costly is not None and costly.work.model == model:
+            return costly.seconds
         works = self._outlooks.of(now, instance, costs)
         began = instance.turn_began
         if any([works[g.model].short and g.arrived >= began for g in instance.groups]):
@@ -363,6 +370,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         whose deadline is next. A running model that is late itself, or would be on its way back,
         goes on: it soon will not be. If it stays late, as more is asked of it than it can do,
         others do not wait for that."""
+        if (costly := self._costly_turn(now, view, costs)) is not None:
+            return costly.work
         works = self._outlooks.of(now, view, costs)
         able = [work for work in works.values() if work.runs]
         if prompts and (short := [work for work in able if work.short]):
@@ -384,12 +393,20 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         wanted = [work for work in able if work.wanted <= now and work is not current]
         return min([current, *wanted], key=_deadline)
 
+    def _costly_turn(self, now: float, view: InstanceView, costs: Costs) -> CostlyTurn | None:
+        """None if switches are not costly, or the instance is not behind."""
+        works = self._outlooks.of(now, view, costs)
+        return self._costly.next(now, view, works, self._outlooks.is_behind(view.id))
+
     def _quota(
         self, now: float, view: InstanceView, model: ModelName, costs: Costs, began: float
     ) -> float:
         """How long the model, which runs since `began`, may go on: until it has its slack target,
         if another model waits, and until another model has to begin, after those that are more
         urgent have loaded and computed their prompts."""
+        costly = self._costly_turn(now, view, costs)
+        if costly is not None and costly.work.model == model:
+            return costly.seconds
         works = self._outlooks.of(now, view, costs)
         seconds, before, shortest = self.longest_turn_seconds, 0.0, 0.0
         own = works.get(model)

@@ -17,6 +17,10 @@ from appliance.plugins.instance_work.expected import Expectations, Expected
 from appliance.scheduling.policy_api import BatchView, Costs, GroupView, InstanceView
 from appliance.vocabulary import InstanceId, ModelName
 
+
+COSTLY_SHARE = 0.3
+"""Switches to a model are costly that take more than this share of a whole answer: turns of others
+are too short to hide its loads."""
 AWAY = 0.25
 """A model with KV on the host waits until its slack is less than this share of its target, while
 another one goes on: each switch between them moves KV."""
@@ -50,6 +54,8 @@ class ModelWork:
     margin, and find its weights on the device: they come before tokens of others."""
     switch_seconds: float = 0.0
     """What it takes to bring its weights to the device."""
+    costly_seconds: float = 0.0
+    """The same wherever they are, if that is long for an answer of the model; else 0."""
     wanted: float = -math.inf
     """When it goes on before a model that has its slack target: at once, unless its KV is away."""
     latest: float = math.inf
@@ -123,6 +129,7 @@ class Terms(NamedTuple):
     slack_target: float
     renewal_seconds: float
     pace: float
+    output_tokens: int
 
 
 class Outlooks:
@@ -142,6 +149,10 @@ class Outlooks:
         if known is None or known.view is not view:
             known = self._of[view.id] = self._make(now, view, costs, known)
         return known.works
+
+    def is_behind(self, instance: InstanceId) -> bool:
+        """Whether it had more to do than it can do in time when it was looked at last."""
+        return self._of[instance].condition.behind
 
     def _make(self, now: float, view: InstanceView, costs: Costs, known: Outlook | None) -> Outlook:
         behind = _is_behind(now, view, known is not None and known.condition.behind)
@@ -177,7 +188,7 @@ class Outlooks:
                     parts[model] = part
                     continue
             expected = self._expectations.of(model, now, costs)
-            work = self._work(now, model, decoding, its, expected, here, condition)
+            work = self._work(now, model, decoding, its, expected, here, condition, costs)
             parts[model] = Part(decoding, its, expected, here, work)
         works = {model: part.work for model, part in parts.items()}
         return Outlook(view, works, condition, parts)
@@ -191,6 +202,7 @@ class Outlooks:
         expected: Expected,
         resident: bool,
         condition: Condition,
+        costs: Costs,
     ) -> ModelWork:
         work = ModelWork(model)
         if batch is not None:
@@ -201,6 +213,9 @@ class Outlooks:
                 work.short = short <= work.margin_seconds
         if not resident:
             work.switch_seconds = expected.switch_seconds
+        answer = expected.of_answers(model, 1, costs, self._terms.output_tokens)
+        if expected.switch_seconds > COSTLY_SHARE * answer:
+            work.costly_seconds = expected.switch_seconds
         work.latest = work.due - work.margin_seconds - work.prompt_seconds - work.switch_seconds
         if batch is not None and batch.away_tokens and not work.prompt_seconds:
             work.wanted = work.due - AWAY * work.slack_target_seconds
