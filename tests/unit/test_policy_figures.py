@@ -13,7 +13,7 @@ from appliance.plugins.appliance import Appliance
 from appliance.plugins.instance_work import outlook
 from appliance.plugins.separation import GAIN
 from tests.pictures.files import FOLDER
-from tests.pictures.policy import deadlines, instances, placing, turns
+from tests.pictures.policy import deadlines, instances, placing, slow_links, turns
 from tests.pictures.policy.canvas import DARK, LIGHT, SERIES, WIDTH
 from tests.pictures.policy.files import FIGURES
 
@@ -222,6 +222,13 @@ def test_loads() -> None:
 
     assert all(one.ended - one.began >= load for one in first)
     assert len(hidden) >= 4
+
+
+def test_costly_switches() -> None:
+    with_rule, without = (slow_links.run(one) for one in (Appliance(), slow_links.Hasty()))
+
+    assert 2 * len(with_rule.loads) <= len(without.loads)
+    assert turns.late_tokens(with_rule) == 0 < turns.late_tokens(without)
 
 
 def test_dispatch() -> None:

@@ -17,8 +17,7 @@ from appliance.plugins.instance_work.expected import Expectations, Expected
 from appliance.scheduling.policy_api import BatchView, Costs, GroupView, InstanceView
 from appliance.vocabulary import InstanceId, ModelName
 
-
-COSTLY_SHARE = 0.3
+COSTLY_SHARE = 0.4
 """Switches to a model are costly that take more than this share of a whole answer: turns of others
 are too short to hide its loads."""
 AWAY = 0.25

@@ -36,7 +36,13 @@ POLICY: Final = Appliance()
 
 def outlooks() -> Outlooks:
     """What the policy, with its defaults, knows of instances."""
-    terms = Terms(POLICY.margin, POLICY.slack_target, POLICY.renewal_seconds, POLICY.pace)
+    terms = Terms(
+        POLICY.margin,
+        POLICY.slack_target,
+        POLICY.renewal_seconds,
+        POLICY.pace,
+        POLICY.output_tokens,
+    )
     return Outlooks(terms, Expectations())
 
 

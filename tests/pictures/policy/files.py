@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from tests.pictures.policy import deadlines, instances, placing, turns
+from tests.pictures.policy import deadlines, instances, placing, slow_links, turns
 
 FIGURES: Final[Mapping[str, Callable[[], str]]] = {
     "slack": turns.slack,
@@ -20,6 +20,7 @@ FIGURES: Final[Mapping[str, Callable[[], str]]] = {
     "quota": deadlines.quota,
     "prompts": placing.prompts,
     "loads": turns.loads,
+    "costly": slow_links.costly,
     "dispatch": placing.dispatch,
     "separation": instances.separation,
     "parking": instances.parking,

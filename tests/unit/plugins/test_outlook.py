@@ -13,7 +13,7 @@ from appliance.vocabulary import Slo
 from tests.unit.plugins.policy_views import FixedCosts, batch_view, group_view, instance_view
 
 # All times are sums of eighths, so that none is rounded, and many are equal.
-TERMS = Terms(margin=0.25, slack_target=2.0, renewal_seconds=16.0, pace=0.5)
+TERMS = Terms(margin=0.25, slack_target=2.0, renewal_seconds=16.0, pace=0.5, output_tokens=64)
 COSTS = FixedCosts(
     step=0.125, per_token=2**-10, switch=1.0, switches={"b": 0.0, "c": 4.0}, per_kv_token=2**-12
 )
