@@ -33,6 +33,7 @@ from typing import Any
 
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 import aiohttp
+import httpx
 import ray
 import uvicorn
 from ray import serve
@@ -234,16 +235,22 @@ def in_fleet(url: str) -> Iterator[str]:
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         deploy(FleetSettings())
+        front = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + START_SECONDS
-        while not boxes_running():
+        while not boxes_running() or not knows_box(front):
             if time.monotonic() > deadline:
-                raise SystemExit("the proxy of the box does not run")
+                raise SystemExit("the fleet does not know the box")
             time.sleep(0.2)
-        time.sleep(3)  # until the router has the first words of the box
-        yield f"http://127.0.0.1:{port}"
+        yield front
         serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def knows_box(front: str) -> bool:
+    """Whether the box has said what it has to do."""
+    rows = httpx.get(f"{front}/api/fleet", timeout=START_SECONDS).json().get("boxes", [])
+    return any(row["load"] for row in rows)
 
 
 def with_box(url: str, asked: Asked, rounds: int) -> dict[str, Any]:
