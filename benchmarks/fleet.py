@@ -2,10 +2,10 @@
 
     python -m benchmarks.fleet small|large|costs|placed --json FILE
 
-`small` plays 1, 4 and 16 boxes: every router at the same load; with 4, the load at which it still
-keeps 90 % of token deadlines; with 16, how old the router's knowledge may be. `large` plays 64
-boxes with a thousand models, ten minutes with the CPU time that they take; the capacity of 16; and
-random routing of 64 at the same load.
+`small` plays 1, 4 and 16 boxes: every router at the same load; with 4, the load up to which it
+keeps 90 % of token deadlines, in the mean of five seeds; with 16, how old the router's knowledge
+may be. `large` plays 64 boxes with a thousand models, ten minutes with the CPU time that they take;
+the capacity of 16; and random routing of 64 at the same load.
 `costs` is the work of the router itself, on this machine. `placed` compares catalogues of 4 boxes:
 all models everywhere, each on one box in turn, or on one as `appliance fleet plan` has it. Each
 adds to the file what it found.
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,9 +35,12 @@ MODELS: Final = {1: (1, 15), 4: (4, 59), 16: (16, 234), 64: (62, 938)}
 """By boxes: models that are asked for often, and the others."""
 LOAD: Final = 1.5
 """Times the scenario's rate, at which all are compared."""
-GRID: Final = tuple(0.5 * 1.2**step for step in range(-6, 16))
+GRID: Final = tuple(0.5 * 1.2**step for step in range(16))
 """Loads that are tried for the capacity."""
 KEPT: Final = 0.9
+SEEDS: Final = (1, 2, 3, 4, 5)
+"""Of the runs for the capacity: whether a box that is nearly full gets the one model too many is
+chance."""
 POLLS: Final = (0.1, 1.0, 5.0)
 PLACED_LOADS: Final = (2.4, 3.5)
 CATALOGUES: Final = {
@@ -66,7 +71,9 @@ METRICS: Final = (
 Cell = dict[str, Any]
 
 
-def play(boxes: int, router: str, load: float, poll: float = 1.0, minutes: int = 3) -> Cell:
+def play(
+    boxes: int, router: str, load: float, poll: float = 1.0, minutes: int = 3, seed: int = 1
+) -> Cell:
     """One run, and the CPU time that it took."""
     often, seldom = MODELS[boxes]
     changes = {
@@ -78,11 +85,13 @@ def play(boxes: int, router: str, load: float, poll: float = 1.0, minutes: int =
         "duration": f"{minutes}m",
     }
     began = time.process_time()
-    found = played(Match(path=str(SCENARIO), policy=POLICY, seed=1, router=router, changes=changes))
+    match = Match(path=str(SCENARIO), policy=POLICY, seed=seed, router=router, changes=changes)
+    found = played(match)
     spent = time.process_time() - began
     assert found.fleet is not None
     cell = {"boxes": boxes, "models": often + seldom, "router": router, "load": round(load, 4)}
-    cell |= {"poll_seconds": poll, "minutes": minutes, "cpu_seconds": round(spent, 1)}
+    cell |= {"poll_seconds": poll, "minutes": minutes, "seed": seed}
+    cell |= {"cpu_seconds": round(spent, 1)}
     cell |= {name: found.metrics[name] for name in METRICS}
     cell |= {name: getattr(found.fleet, name) for name in found.fleet.__struct_fields__[1:]}
     print(
@@ -95,19 +104,15 @@ def play(boxes: int, router: str, load: float, poll: float = 1.0, minutes: int =
 
 
 def capacity(grid: Sequence[float], kept: Callable[[float], float]) -> float:
-    """The load at which `KEPT` of the deadlines are kept, between the last one of the grid that
-    keeps them and the first that does not; 0 if none does, the last if all do."""
-    low, high = -1, len(grid)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if kept(grid[middle]) >= KEPT:
-            low = middle
-        else:
-            high = middle
-    if low < 0 or high == len(grid):
-        return grid[-1] if low >= 0 else 0.0
-    above, below = kept(grid[low]), kept(grid[high])
-    return grid[low] + (grid[high] - grid[low]) * (above - KEPT) / (above - below)
+    """The load at which `KEPT` of the deadlines are kept, between the last one of the grid up to
+    which they are at all and the next; 0 if at none, the last if at all."""
+    above = 1.0
+    for low, high in pairwise([0.0, *grid]):
+        below = kept(high)
+        if below < KEPT:
+            return low + (high - low) * (above - KEPT) / (above - below) if low else 0.0
+        above = below
+    return grid[-1]
 
 
 class Results:
@@ -125,11 +130,17 @@ class Results:
         self.all |= made()
 
     def run(
-        self, boxes: int, router: str, load: float, poll: float = 1.0, minutes: int = 3
+        self,
+        boxes: int,
+        router: str,
+        load: float,
+        poll: float = 1.0,
+        minutes: int = 3,
+        seed: int = 1,
     ) -> Cell:
         """The run, as it was or as it is now."""
         asked = {"boxes": boxes, "router": router, "load": round(load, 4)}
-        asked |= {"poll_seconds": poll, "minutes": minutes}
+        asked |= {"poll_seconds": poll, "minutes": minutes, "seed": seed}
         for cell in self.all["runs"]:
             if asked.items() <= cell.items():
                 known: Cell = cell
@@ -137,7 +148,7 @@ class Results:
         if self._left == 0:
             raise SystemExit("the runs asked for are done; ask again for more")
         self._left = None if self._left is None else self._left - 1
-        found = play(boxes, router, load, poll, minutes)
+        found = play(boxes, router, load, poll, minutes, seed)
         self.add("runs", found)
         return found
 
@@ -151,7 +162,8 @@ class Results:
             return
 
         def kept(load: float) -> float:
-            return float(self.run(boxes, router, load)["token_attainment"])
+            cells = [self.run(boxes, router, load, seed=seed) for seed in SEEDS]
+            return math.fsum([cell["token_attainment"] for cell in cells]) / len(cells)
 
         found = capacity(GRID, kept)
         self.all["capacity"].setdefault(str(boxes), {})[router] = round(found, 3)

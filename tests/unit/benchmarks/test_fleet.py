@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.fleet import GRID, Results, capacity
+from benchmarks.fleet import GRID, SEEDS, Results, capacity
 
 
 @pytest.mark.parametrize(
@@ -22,11 +23,19 @@ def test_a_capacity_is_between_two_loads(limit: float, expected: float) -> None:
     assert found == pytest.approx(expected)
 
 
+def test_a_load_that_fails_ends_it() -> None:
+    """Though a larger one, by chance, is carried."""
+    kept = {1.0: 1.0, 2.0: 0.8, 3.0: 1.0}
+
+    assert capacity([1.0, 2.0, 3.0], kept.__getitem__) == pytest.approx(1.5)
+
+
 def test_results_are_added_to(tmp_path: Path) -> None:
     """A second program keeps what the first one found, and makes no run again; it ends after as
     many new runs as were asked for."""
     path = tmp_path / "fleet.json"
     cell = {"boxes": 1, "router": "random", "load": 0.5, "poll_seconds": 1.0, "minutes": 3}
+    cell |= {"seed": 1}
     Results(path).add("runs", cell)
     results = Results(path, left=0)
 
@@ -37,12 +46,12 @@ def test_results_are_added_to(tmp_path: Path) -> None:
 
 
 def test_a_capacity_is_kept(tmp_path: Path) -> None:
-    """It is found from runs that are there, and written down."""
+    """It is found from runs that are there, of all seeds, and written down."""
     path = tmp_path / "fleet.json"
     results = Results(path, left=0)
-    for load in GRID:
-        cell = {"boxes": 4, "router": "random", "poll_seconds": 1.0, "minutes": 3}
-        cell |= {"load": round(load, 4), "token_attainment": 1.0 - load / 20}
+    for seed, load in itertools.product(SEEDS, GRID):
+        cell = {"boxes": 4, "router": "random", "poll_seconds": 1.0, "minutes": 3, "seed": seed}
+        cell |= {"load": round(load, 4), "token_attainment": 1.0 - load / 20 + (seed - 3) / 100}
         results.add("runs", cell)
 
     results.search(4, "random")
