@@ -80,6 +80,9 @@ VARIANTS: Mapping[str, Variant] = {
     "no short prompts first": Variant(
         constants={"plugins.instance_work.outlook.SHORT_SECONDS": 0.0}
     ),
+    "no switch is costly": Variant(
+        constants={"plugins.instance_work.outlook.COSTLY_SHARE": ALWAYS}
+    ),
     "tokens due by the schedule": Variant(parameters={"pace": 0.0}),
     "late requests due again after 5 s": Variant(parameters={"renewal_seconds": 5.0}),
     "late models wait at most 5 s": Variant(parameters={"max_lateness_seconds": 5.0}),

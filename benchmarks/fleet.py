@@ -246,6 +246,7 @@ def _load_of(number: int, boxes: int, models: Sequence[str]) -> BoxLoad:
         waiting=number % 3,
         running=number % 7,
         requests_by_model=dict.fromkeys(turned[:9], 1),
+        asked_models=9,
     )
 
 

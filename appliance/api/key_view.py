@@ -81,11 +81,13 @@ class _Gate:
         """With requests that wait for the turn of their key, and names that the key knows."""
         load, turns = self._service.load(), self._admission.waiting()
         ages = (load.queue_age_seconds, *(request.age_seconds for request in turns))
-        by_model = Counter(load.waiting_by_model) + self._queues()
+        queues = self._queues()
         load = msgspec.structs.replace(
             load,
             waiting=load.waiting + len(turns),
-            waiting_by_model=dict(by_model),
+            waiting_by_model=dict(Counter(load.waiting_by_model) + queues),
+            requests_by_model=dict(Counter(load.requests_by_model) + queues),
+            asked_models=load.asked_models + len(queues.keys() - load.requests_by_model.keys()),
             queue_age_seconds=max(ages),
         )
         key = current.get().key

@@ -204,6 +204,7 @@ class ModelActivities:
                 for name, count in found.requests_by_model.items()
                 for each in self._names_of(name)
             },
+            asked_models=found.asked_models,
             attainment=1 - late / tokens if tokens else None,
             draining=draining,
             version=Load.version_of(catalogue, resident),

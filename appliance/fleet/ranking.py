@@ -55,7 +55,9 @@ class BoxLoad(Word, frozen=True, kw_only=True):
     """How long the oldest request has waited of which nothing was computed yet."""
     pool_free_bytes: int = 0
     requests_by_model: Mapping[ModelName, int] = {}
-    """Those that have not ended, by model, for models that have any."""
+    """Those that have not ended, by all names of models that have any."""
+    asked_models: int = 0
+    """So many models have any."""
     attainment: float | None = None
     """Share of late requests that met their SLO targets; None if there were none."""
     draining: bool = False
@@ -90,8 +92,9 @@ class BoxState(Word, frozen=True, kw_only=True):
 
     def others_asked_for(self, model: ModelName) -> int:
         """Models other than this one that have requests there."""
-        asked = self.load.requests_by_model.keys() | self.sent_models.keys()
-        return len(asked) - (model in asked)
+        known = self.load.requests_by_model
+        sent = [one for one, number in self.sent_models.items() if number and one not in known]
+        return self.load.asked_models - (model in known) + len(sent) - (model in sent)
 
     def others_coming(self, model: ModelName) -> bool:
         """Whether models other than this one are to come to its devices."""
@@ -193,7 +196,7 @@ def _rank(box: BoxState, model: ModelName) -> tuple[Nearness, int]:
         return near, box.others_asked_for(model)
     if near is Nearness.COMING or box.others_coming(model):
         return Nearness.COMING, -box.requests_of(model)
-    return near, 0
+    return near, -box.requests_of(model)
 
 
 def _nearest(model: ModelName, able: Sequence[BoxState]) -> list[BoxState]:

@@ -22,7 +22,7 @@ from appliance.hookspecs import hookimpl
 from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.homes import Homes, find_seekers
-from appliance.plugins.instance_work.costly import CostlySwitches, CostlyTurn
+from appliance.plugins.instance_work.costly import CostlySwitches, CostlyTurn, soonest
 from appliance.plugins.instance_work.expected import Expectations
 from appliance.plugins.instance_work.loads import Loads
 from appliance.plugins.instance_work.outlook import ModelWork, Outlooks, Terms
@@ -103,8 +103,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     wait for others longer than their TTFT target and a tenth of it, wherever they went. Batch work
     never is, nor what was taken on."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
-    """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
-    of each model, from its own answers, made it worse: they vary more than the truth.)"""
+    """How long an answer is taken to be, of any model: it counts who has more to do, and whether a
+    switch is costly. (Estimates of each model, from its own answers, made it worse: they vary more
+    than the truth.)"""
 
     separate: bool = True
     """Where one model has all the work, some instances prefill, others decode (`LoneModel`)."""
@@ -123,7 +124,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             self.margin, self.slack_target, self.renewal_seconds, self.pace, self.output_tokens
         )
         self._outlooks = Outlooks(terms, self._expectations)
-        self._costly = CostlySwitches()
+        self._costly = CostlySwitches(self.longest_turn_seconds)
         self._homes = Homes()
         self._parking = parking.Parking(self.park_load, self.park_seconds)
         self._placements: list[Placement] = []
@@ -329,7 +330,10 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         first = self._next(now, instance, costs, prompts=False)
         if first.model not in runnable:
             first = min((works[model] for model in runnable), key=_deadline)
-        rest = sorted([w for w in works.values() if w is not first], key=_latest)
+        costly = self._costly_turn(now, instance, costs) is not None
+        late = costly and self._outlooks.condition(instance.id).behind
+        others = [work for work in works.values() if work is not first]
+        rest = sorted(others, key=soonest if late else _latest)
         outlook = [
             PlannedTurn(model=w.model, quota_seconds=self.longest_turn_seconds, firm=False)
             for w in rest
@@ -342,18 +346,16 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     @hookimpl
     def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
         """A prompt of the model that runs joins at once, and a short one of another model begins at
-        once. One that came before the turn began is taken to wait for room, and cuts nothing. For
-        the rest the turn is cut when that has to begin. O(groups + n log n) for n models with work,
-        and changes."""
+        once, unless switches are costly and the instance is behind. One that came before the turn
+        began is taken to wait for room, and cuts nothing. For the rest the turn is cut when that
+        has to begin. O(groups + n log n) for n models with work, and changes."""
         model = instance.turn
         if model is None or any([group.model == model for group in instance.groups]):
             return 0.0
-        costly = self._costly_turn(now, instance, costs)
-        if costly is not None and costly.work.model == model:
-            return costly.seconds
         works = self._outlooks.of(now, instance, costs)
-        began = instance.turn_began
-        if any([works[g.model].short and g.arrived >= began for g in instance.groups]):
+        began, costly = instance.turn_began, self._costly_turn(now, instance, costs)
+        short = any([works[g.model].short and g.arrived >= began for g in instance.groups])
+        if short and (costly is None or costly.work.model != model):
             return 0.0
         seconds = self._quota(now, instance, model, costs, instance.turn_began)
         if self._lone.has_arrivals(now, model):
@@ -364,7 +366,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def _next(
         self, now: float, view: InstanceView, costs: Costs, prompts: bool = True
     ) -> ModelWork:
-        """If `prompts` can begin, a model with short ones. Then the urgent model with the earliest
+        """Where switches are costly, what `CostlySwitches` says. Else, if `prompts` can begin, a
+        model with short ones. Then the urgent model with the earliest
         deadline. If none is urgent, the one that is late for longest; if none is late either, the
         model that runs, as that costs no switch, until it has its slack target; then the model
         whose deadline is next. A running model that is late itself, or would be on its way back,
@@ -394,9 +397,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         return min([current, *wanted], key=_deadline)
 
     def _costly_turn(self, now: float, view: InstanceView, costs: Costs) -> CostlyTurn | None:
-        """None if switches are not costly, or the instance is not behind."""
+        """None if no switch is costly, or other rules decide: see `CostlySwitches.next`."""
         works = self._outlooks.of(now, view, costs)
-        return self._costly.next(now, view, works, self._outlooks.is_behind(view.id))
+        return self._costly.next(now, view, works, self._outlooks.condition(view.id))
 
     def _quota(
         self, now: float, view: InstanceView, model: ModelName, costs: Costs, began: float

@@ -556,6 +556,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     requests_by_model: dict[str, int]
     """Live requests of each of those that have any; under an alias or an adapter, those of its
     model."""
+    asked_models: int
+    """So many models have live requests."""
     attainment: float | None
     """The share of the last minute's tokens that came in time; None if there were none."""
     draining: bool

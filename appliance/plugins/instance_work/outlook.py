@@ -53,6 +53,8 @@ class ModelWork:
     margin, and find its weights on the device: they come before tokens of others."""
     switch_seconds: float = 0.0
     """What it takes to bring its weights to the device."""
+    ttft_seconds: float = math.inf
+    """The strictest TTFT target of its requests."""
     costly_seconds: float = 0.0
     """The same wherever they are, if that is long for an answer of the model; else 0."""
     wanted: float = -math.inf
@@ -149,9 +151,9 @@ class Outlooks:
             known = self._of[view.id] = self._make(now, view, costs, known)
         return known.works
 
-    def is_behind(self, instance: InstanceId) -> bool:
-        """Whether it had more to do than it can do in time when it was looked at last."""
-        return self._of[instance].condition.behind
+    def condition(self, instance: InstanceId) -> Condition:
+        """Of an instance when it was looked at last."""
+        return self._of[instance].condition
 
     def _make(self, now: float, view: InstanceView, costs: Costs, known: Outlook | None) -> Outlook:
         behind = _is_behind(now, view, known is not None and known.condition.behind)
@@ -238,6 +240,7 @@ class Outlooks:
         deadlines = batch.scheduled or batch.deadlines
         work.due = deadlines[0] - early
         work.runs = batch.runnable > 0
+        work.ttft_seconds = ttft_seconds
         work.slack_target_seconds = target * ttft_seconds
         work.margin_seconds = margin
         if condition.behind:
@@ -267,6 +270,7 @@ class Outlooks:
         behind, gap = condition.behind, condition.gap_seconds
         base, per_token = expected.prompt_seconds, expected.prompt_seconds_per_token
         first, margins, until = math.inf, work.margin_seconds, work.until
+        strictest = work.ttft_seconds
         seconds, short, found = 0.0, 0.0, False
         for group in groups:
             deadline, ttft = group.deadline, group.slo.ttft_seconds
@@ -283,6 +287,7 @@ class Outlooks:
                 until = min(until, due + margin)
             first = due if due < first else first
             margins = margin if margin < margins else margins
+            strictest = ttft if ttft < strictest else strictest
             prompts = group.waiting * base + group.tokens * per_token
             seconds += prompts
             last = deadline - prompts
@@ -290,7 +295,7 @@ class Outlooks:
                 short, found = short + prompts, True
                 until = min(until, last)
         work.due, work.promised = min(work.due, first), min(work.promised, first)
-        work.margin_seconds, work.until = margins, until
+        work.margin_seconds, work.until, work.ttft_seconds = margins, until, strictest
         work.prompt_seconds, work.runs = seconds, True
         return short if found else None
 

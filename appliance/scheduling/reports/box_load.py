@@ -40,6 +40,8 @@ class MachineLoad(NamedTuple):
     """Of the memory of all instances that are up, what neither weights nor KV hold."""
     requests_by_model: Mapping[ModelName, int]
     """Live requests by model, for models that have any."""
+    asked_models: int
+    """So many have any."""
 
 
 def machine_load(machine: Machine, now: float) -> MachineLoad:
@@ -75,4 +77,5 @@ def machine_load(machine: Machine, now: float) -> MachineLoad:
         queue_age_seconds=now - oldest,
         pool_free_bytes=free_slabs * machine.host.slab_bytes,
         requests_by_model=requests,
+        asked_models=len(requests),
     )

@@ -243,6 +243,7 @@ class FakeService:
             queue_age_seconds=0.0,
             pool_free_bytes=600,
             requests_by_model={"small": 2, "org/small": 1},
+            asked_models=2,
             attainment=0.98,
             draining=False,
             version=Load.version_of(tuple(self._cards), ("small",)),

@@ -70,6 +70,7 @@ def box(
         waiting=waiting,
         queue_age_seconds=age,
         requests_by_model=asked,
+        asked_models=len(asked),
     )
     return BoxState(name=name, load=load, sent=sent)
 

@@ -714,6 +714,7 @@ async def test_one_that_waits_can_be_cancelled(house: House) -> None:
     assert [one.id for one in house.admission.waiting()] == ["a", "b"]
     load = gated(house.service, house.access, house.admission).load()  # type: ignore[arg-type]
     assert (load.waiting, load.waiting_by_model) == (2, {"small": 2})
+    assert load.requests_by_model == {"small": 4, "org/small": 1}
     front.abort("a")
     assert house.admission.turn_away("b")
     assert (front.refused["b"].status, front.refused["b"].code) == (499, "cancelled")

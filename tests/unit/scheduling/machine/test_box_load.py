@@ -42,7 +42,7 @@ def test_a_model_is_coming_until_it_is_resident() -> None:
     cluster.tell(ModelLoadRequested(model="b"))
     wanted = machine_load(cluster.machine, cluster.now)
     assert wanted.coming == {"a", "b"}
-    assert wanted.requests_by_model == {"a": 1}
+    assert (wanted.requests_by_model, wanted.asked_models) == ({"a": 1}, 1)
 
     cluster.settle()
     found = machine_load(cluster.machine, cluster.now)
