@@ -3,10 +3,10 @@
     resident > coming > in host cache > on disk; a crowded box comes after all that are not
 
 Where other models are to come to a box's devices, models take turns there, and one that is resident
-counts as coming. Of the boxes where a model is coming, the one with the most requests of it is
-first; of those where it is in the host cache or on disk, the one that has requests of the fewest
-other models. So models gather on boxes that hold all they are asked for, instead of taking turns
-on each.
+counts as coming. Of the boxes where a model is resident, or coming, the one with the most requests
+of it is first; of those where it is in the host cache or on disk, the one that has requests of the
+fewest other models. So models gather on boxes that hold all they are asked for, instead of taking
+turns on each.
 
 Boxes that are alike in that get requests by their load, then by the age of their queue, and ties go
 by model, or by prefix or session. A router knows what it has sent to a box since the box was asked
@@ -164,8 +164,8 @@ def choose_residency(
 def choose_residency_prefix(
     request: FleetRequest, boxes: Sequence[BoxState], chance: float
 ) -> BoxState | None:
-    """The same, but a session stays on its box among those where the model is resident or coming,
-    while that box is about as busy as the others: its prefix may be cached there."""
+    """The same, but of boxes with the same number of requests of the model a session stays on its
+    own, while that one is about as busy as the others: its prefix may be cached there."""
     nearest = _nearest(request.model, _able(request, boxes))
     if not nearest:
         return None
