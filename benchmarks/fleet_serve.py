@@ -2,9 +2,10 @@
 
     build/fleet/bin/python -m benchmarks.fleet_serve [--engine .venv/bin/python] [--json FILE]
 
-Two boxes are measured. One is an empty handler, which answers at once: what is added to it is
-Serve's own share, with the fleet's front and proxy. The other is a daemon that serves one of the
-demo's models on the processors, if `--engine` names the Python that it runs in.
+Two boxes are measured. One is an empty handler, which answers at once: what is added to it is what
+Serve takes, with the fleet's front and proxy. What Serve takes alone is measured beside it, with two
+deployments of a few lines that pass on as many pieces. The other box is a daemon that serves one of
+the demo's models on the processors, if `--engine` names the Python that it runs in.
 
 Both ways to a box are there at the same time and asked in turns, the one first that was second in
 the round before, so that whatever else the machine does meets both. A ratio is of one round; what
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ import httpx
 import ray
 import uvicorn
 from ray import serve
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from appliance.demo.run import free_port
 from appliance.fleet.ray_serve.application import boxes_running, deploy
@@ -223,10 +226,29 @@ def process(command: list[str]) -> Iterator[str]:
         running.wait(START_SECONDS)
 
 
+class Back:
+    """Says as much as the empty handler does."""
+
+    async def __call__(self, pieces: int) -> AsyncIterator[bytes]:
+        for _ in range(pieces):
+            yield b"data: {}\n\n"
+
+
+class Ingress:
+    """Passes on what a `Back` says."""
+
+    def __init__(self, back: Any) -> None:
+        self._back = back.options(stream=True)
+
+    async def __call__(self, request: Request) -> StreamingResponse:
+        asked = await request.json()
+        pieces = asked["max_tokens"] if asked["stream"] else 1
+        return StreamingResponse(self._back.remote(pieces))
+
+
 @contextmanager
-def in_fleet(url: str) -> Iterator[str]:
-    """The address of a fleet of this one box, on one node."""
-    os.environ |= {BOX_NAME: "box", BOX_URL: url, "PYTHONPATH": str(ROOT)}
+def serving() -> Iterator[str]:
+    """The address of Ray Serve on one node."""
     port = free_port()
     ray.init(
         address="local", num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False,
@@ -234,17 +256,34 @@ def in_fleet(url: str) -> Iterator[str]:
     )  # fmt: skip
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def serve_alone() -> Iterator[str]:
+    """The address of two deployments that do nothing."""
+    with serving() as front:
+        options = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": 1000}
+        back = serve.deployment(Back, **options).bind()
+        serve.run(serve.deployment(Ingress, **options).bind(back))
+        yield front
+
+
+@contextmanager
+def in_fleet(url: str) -> Iterator[str]:
+    """The address of a fleet of this one box, on one node."""
+    os.environ |= {BOX_NAME: "box", BOX_URL: url, "PYTHONPATH": str(ROOT)}
+    with serving() as front:
         deploy(FleetSettings())
-        front = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + START_SECONDS
         while not boxes_running() or not knows_box(front):
             if time.monotonic() > deadline:
                 raise SystemExit("the fleet does not know the box")
             time.sleep(0.2)
         yield front
-        serve.shutdown()
-    finally:
-        ray.shutdown()
 
 
 def knows_box(front: str) -> bool:
@@ -279,6 +318,9 @@ def main() -> None:
     empty = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         found["empty handler"] = with_box(url, asked, given.rounds)
+        with serve_alone() as alone:
+            rounds = asyncio.run(compare(url, alone, asked, given.rounds))
+        found["Serve alone"] = {"asked": asdict(asked)} | summary(rounds)
     finally:
         empty.terminate()
         empty.wait()
