@@ -4,8 +4,8 @@
 
 Two boxes are measured. One is an empty handler, which answers at once: what is added to it is what
 Serve takes, with the fleet's front and proxy. What Serve takes alone is measured beside it, with
-two deployments of a few lines that pass on as many pieces. The other box is a daemon that serves one of
-the demo's models on the processors, if `--engine` names the Python that it runs in.
+two deployments of a few lines that pass on as many pieces. The other box is a daemon that serves
+one of the demo's models on the processors, if `--engine` names the Python that it runs in.
 
 Both ways to a box are there at the same time and asked in turns, the one first that was second in
 the round before, so that whatever else the machine does meets both. A ratio is of one round; what
