@@ -216,6 +216,35 @@ async def test_why_a_message_ended(
         assert (await stream.get_final_message()).stop_reason == reason
 
 
+@pytest.mark.parametrize("finish", ["tool_calls", None])
+async def test_calls_that_the_server_writes_in_turns_are_whole(
+    claude: anthropic.AsyncAnthropic,
+    llama: ollama.AsyncClient,
+    server: OpenAiServer,
+    finish: str | None,
+) -> None:
+    """In both dialects; also if the server does not say why the answer ended."""
+    parts = [
+        call_of('{"city": ', index=0, id="call_7"),
+        call_of('{"city": ', index=1, id="call_8"),
+        {"index": 0, "function": {"arguments": '"Ulm"}'}},
+    ]
+    turns = b"".join(delta({"tool_calls": [part]}) for part in parts)
+    last = {"index": 1, "function": {"arguments": '"Bern"}'}}
+    turns += delta({"tool_calls": [last]}, finish)
+    cities = [{"city": "Ulm"}, {"city": "Bern"}]
+
+    server.answering = saying(STREAM_HEAD + turns + DONE)
+    async with claude.messages.stream(model="far", max_tokens=50, messages=HELLO) as stream:
+        said = await stream.get_final_message()
+    assert [block.to_dict()["input"] for block in said.content] == cities
+    assert [block.to_dict()["id"] for block in said.content] == ["call_7", "call_8"]
+    assert said.stop_reason == "tool_use"
+    lines = [line async for line in await llama.chat("far", HELLO, stream=True)]
+    called = [call.function for line in lines for call in line.message.tool_calls or ()]
+    assert [call.arguments for call in called] == cities
+
+
 async def test_a_call_without_json_is_an_error(core: StandInCore, server: OpenAiServer) -> None:
     """If it was not cut off; in both dialects."""
     calling = answer({"tool_calls": [call_of('{"city": ')]}, "tool_calls")

@@ -79,6 +79,31 @@ def test_calls_of_tools_in_every_manner() -> None:
     assert [call["id"] for call in calls] == ["call_0", "b"]
 
 
+def test_calls_that_a_server_writes_in_turns() -> None:
+    """The first one goes on as it comes; others come whole at the end, after what still came of the
+    first, and after a reason to end that came early."""
+    parts = [
+        {"index": 0, "id": "a", "function": {"name": "f", "arguments": "{"}},
+        {"index": 1, "id": "b", "function": {"name": "g", "arguments": "["}},
+        {"index": 0, "function": {"arguments": "}"}},
+        {"index": 1, "function": {"arguments": "]"}},
+    ]
+    *begun, end = deltas(*parts)
+    assert [call["index"] for call in begun] == [0, 0]
+    assert "".join(call["function"]["arguments"] for call in begun) == "{}"
+    assert (end["index"], end["id"]) == (1, "b")
+    assert end["function"] == {"name": "g", "arguments": "[]"}
+
+    early = {"delta": {"tool_calls": parts[:3]}, "finish_reason": "tool_calls"}
+    late = {"delta": {"tool_calls": parts[3:]}}
+    data = events({"choices": [early]}, {"choices": [late]}) + DONE
+    *_, last, usage = read(Chunks(1), data)
+    (choice,) = last["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["delta"]["tool_calls"][0]["function"] == {"name": "g", "arguments": "[]"}
+    assert usage["choices"] == []
+
+
 def test_other_choices_and_refusals_of_models() -> None:
     """Only the first choice is asked for; a refusal is text."""
     said = {"choices": [{"index": 1, "delta": {"content": "no"}}]}
