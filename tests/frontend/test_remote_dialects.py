@@ -216,6 +216,45 @@ async def test_why_a_message_ended(
         assert (await stream.get_final_message()).stop_reason == reason
 
 
+async def test_a_chat_that_is_answered_as_a_completion(
+    core: StandInCore, server: OpenAiServer
+) -> None:
+    """Its `text` is read, in both dialects, whole and streamed."""
+    choices = [{"index": 0, "text": "one two", "finish_reason": "stop"}]
+    said = {"id": "c-1", "model": "their/model", "choices": choices, "usage": USAGE}
+    for path in ("/v1/messages", "/api/chat"):
+        for streams in (False, True):
+            server.answering = saying(raw(200, json.dumps(said).encode()))
+            if streams:
+                server.answering = saying(STREAM_HEAD + event(said) + DONE)
+            body = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": streams}
+            found = await post(core, path, body)
+            assert found.status_code == 200, found.text
+            assert '"one two"' in found.text
+            assert "error" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"error": {"message": "out of memory" + " again" * 50}}, "again again"),
+        ({"choices": [{"delta": {}, "logprobs": {"content": 5}}]}, "not as OpenAI's API has it"),
+    ],
+)
+async def test_an_error_in_a_stream_is_in_words_for_clients(
+    core: StandInCore, server: OpenAiServer, said: dict[str, Any], words: str
+) -> None:
+    """Not in those of a check of vLLM's."""
+    server.answering = saying(STREAM_HEAD + chunk("one", "their/model") + event(said) + DONE)
+    body = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": True}
+    found = await post(core, "/v1/messages", body)
+    last = json.loads(found.text.strip().rpartition("data: ")[2])
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+    assert words in last["error"]["message"]
+    assert "pydantic" not in found.text
+    assert "message_stop" not in found.text
+
+
 @pytest.mark.parametrize("finish", ["tool_calls", None])
 async def test_calls_that_the_server_writes_in_turns_are_whole(
     claude: anthropic.AsyncAnthropic,

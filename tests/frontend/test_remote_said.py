@@ -113,6 +113,16 @@ def test_other_choices_and_refusals_of_models() -> None:
     assert message["content"] == "I will not."
 
 
+def test_the_text_of_a_completion_is_content() -> None:
+    """Also where a chat was asked for."""
+    said = {"choices": [{"text": "one", "finish_reason": "length"}]}
+    (choice,) = whole(json.dumps(said).encode(), 1)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "length")
+    _, text, end, _ = read(Chunks(1), events(said) + DONE)
+    assert text["choices"][0]["delta"] == {"content": "one"}
+    assert end["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("body", [b"[]", b"{", b"{}", b'{"choices": [{"message": 5}]}', b"\xff"])
 def test_what_is_no_answer_is_none(body: bytes) -> None:
     with pytest.raises(BadAnswer):

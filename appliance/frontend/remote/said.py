@@ -49,6 +49,7 @@ class _Choice(msgspec.Struct):
     message: _Part | None = None
     delta: _Part | None = None
     text: str | None = None
+    """Of a completion, and in chats of some servers: it is read as `content`."""
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -95,8 +96,6 @@ def whole(body: bytes, prompt_tokens: int) -> dict[str, Any]:
     ended = choice.finish_reason or "stop"
     said = {"index": 0, "message": message, "finish_reason": ended}
     said |= {"stop_reason": choice.stop_reason, "logprobs": choice.logprobs}
-    if choice.text is not None:
-        said = {"text": choice.text, "finish_reason": ended, "logprobs": choice.logprobs}
     usage = answer.usage or _Usage(prompt_tokens, len(body) // BYTES_OF_TOKEN)
     return {"id": answer.id or "", "model": answer.model, "choices": [said], "usage": usage.said()}
 
@@ -163,13 +162,10 @@ class Chunks:
                 yield from self._chunk([self._choice(choice)], None)
 
     def _choice(self, choice: _Choice) -> dict[str, Any]:
-        if choice.text is not None:
-            ended = {"finish_reason": choice.finish_reason, "logprobs": choice.logprobs}
-            return {"text": choice.text, **ended}
         if choice.finish_reason:
             self._ended["finish_reason"] = choice.finish_reason
             self._ended["stop_reason"] = choice.stop_reason
-        part = choice.delta or choice.message or _Part()
+        part = choice.delta or choice.message or _Part(content=choice.text)
         calls = [said for call in part.tool_calls or () for said in self._call(call)]
         delta = {**_texts(part), **({"tool_calls": calls} if calls else {})}
         return {"index": 0, "delta": delta, "logprobs": choice.logprobs}
