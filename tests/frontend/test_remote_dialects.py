@@ -200,7 +200,8 @@ async def test_tools_thoughts_and_images_of_a_message(
 
 
 @pytest.mark.parametrize(
-    ("finish", "reason"), [("length", "max_tokens"), ("content_filter", "refusal")]
+    ("finish", "reason"),
+    [("length", "max_tokens"), ("content_filter", "refusal"), ("eos_token", "end_turn")],
 )
 async def test_why_a_message_ended(
     claude: anthropic.AsyncAnthropic, server: OpenAiServer, finish: str, reason: str

@@ -123,6 +123,25 @@ def test_the_text_of_a_completion_is_content() -> None:
     assert end["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    ("reason", "read_as"),
+    [
+        *((reason, reason) for reason in ("stop", "length", "tool_calls", "content_filter")),
+        ("function_call", "tool_calls"),
+        ("eos_token", "stop"),
+        ("", "stop"),
+    ],
+)
+def test_reasons_to_end_that_others_have(reason: str, read_as: str) -> None:
+    """Whole and streamed; one that is empty is none."""
+    said = {"choices": [{"message": {"content": "one"}, "finish_reason": reason}]}
+    assert whole(json.dumps(said).encode(), 1)["choices"][0]["finish_reason"] == read_as
+    chunks = read(Chunks(1), events(said) + DONE)
+    found = [choice.get("finish_reason") for chunk in chunks for choice in chunk["choices"]]
+    assert found[2:] == ([read_as] if reason else [])
+    assert not any(found[:2])
+
+
 @pytest.mark.parametrize("body", [b"[]", b"{", b"{}", b'{"choices": [{"message": 5}]}', b"\xff"])
 def test_what_is_no_answer_is_none(body: bytes) -> None:
     with pytest.raises(BadAnswer):

@@ -16,6 +16,9 @@ from appliance.frontend.remote.bodies import BYTES_OF_TOKEN
 
 MOST_CALLED_BYTES: Final = 4 << 20
 """Of a stream, from the first call of a tool on: dialects keep calls until they are whole."""
+_ENDS: Final = frozenset({"stop", "length", "tool_calls", "content_filter"})
+"""Why an answer ended, as dialects know it. Other reasons are names for the first one, such as
+`eos_token`, but for `function_call`: that is what calls of tools were called before."""
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
 
@@ -93,7 +96,7 @@ def whole(body: bytes, prompt_tokens: int) -> dict[str, Any]:
         _said_call(call, f"call_{number}") for number, call in enumerate(part.tool_calls or ())
     ]  # fmt: skip
     message = {"role": "assistant", **_texts(part), "tool_calls": calls}
-    ended = choice.finish_reason or "stop"
+    ended = _reason(choice.finish_reason)
     said = {"index": 0, "message": message, "finish_reason": ended}
     said |= {"stop_reason": choice.stop_reason, "logprobs": choice.logprobs}
     usage = answer.usage or _Usage(prompt_tokens, len(body) // BYTES_OF_TOKEN)
@@ -163,7 +166,7 @@ class Chunks:
 
     def _choice(self, choice: _Choice) -> dict[str, Any]:
         if choice.finish_reason:
-            self._ended["finish_reason"] = choice.finish_reason
+            self._ended["finish_reason"] = _reason(choice.finish_reason)
             self._ended["stop_reason"] = choice.stop_reason
         part = choice.delta or choice.message or _Part(content=choice.text)
         calls = [said for call in part.tool_calls or () for said in self._call(call)]
@@ -234,6 +237,12 @@ def _read(data: bytes) -> _Answer:
         raise BadAnswer("a field of it is not as OpenAI's API has it") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadAnswer("it is not JSON") from error
+
+
+def _reason(said: str | None) -> str:
+    if said in _ENDS:
+        return said
+    return "tool_calls" if said == "function_call" else "stop"
 
 
 def _texts(part: _Part) -> dict[str, Any]:
