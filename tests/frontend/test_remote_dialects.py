@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from appliance.access.auth import Access
+from appliance.frontend.remote.bodies import CHAT
 from appliance.gateway.forwarding.forwards import Forwards
 from appliance.service.front_frames import Forward
 from appliance.service.remote_models import RemoteModels
@@ -302,11 +303,33 @@ async def test_an_answer_too_large_to_translate_says_so(
     does not."""
     text = "x" * (13 << 20)  # of 16 MiB, of which a client has three quarters
     body = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": False}
-    for path, status in (("/v1/messages", 503), ("/api/chat", 503), ("/v1/chat/completions", 200)):
+    for path, status in (("/v1/messages", 503), ("/api/chat", 503), (CHAT, 200)):
         server.answering = saying(answer({"content": text}))
         found = await post(core, path, body)
         assert found.status_code == status
-        assert status == 200 or "api.max_bodies" in found.text
+        if status != 200:
+            assert all(word in found.text for word in ("api.max_bodies", "ask for a stream", CHAT))
+            assert "again" not in found.text
+            assert "retry-after" not in found.headers
+
+
+async def test_an_answer_that_may_fit_later_says_so(
+    core: StandInCore, server: OpenAiServer
+) -> None:
+    """Here the client has another large body under way, of 16 MiB for all."""
+    body: dict[str, Any] = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": False}
+    large = [{"role": "user", "content": "x" * (7 << 20)}]
+    server.answering = saying_then_nothing(b"")
+    other = asyncio.create_task(post(core, CHAT, body | {"messages": large}))
+    await server.until_asked()
+    server.answering = saying(answer({"content": "x" * (7 << 20)}))
+    found = await post(core, "/v1/messages", body)
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+
+    assert found.status_code == 503
+    assert all(word in found.text for word in ("api.max_bodies", "try again later", CHAT))
+    assert found.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(
