@@ -239,7 +239,7 @@ async def test_a_chat_that_is_answered_as_a_completion(
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"error": {"message": "out of memory" + " again" * 50}}, "again again"),
+        ({"choices": [{"delta": {"content": 5}}]}, "an answer that cannot be used: a field"),
         ({"choices": [{"delta": {}, "logprobs": {"content": 5}}]}, "not as OpenAI's API has it"),
     ],
 )
