@@ -123,6 +123,16 @@ def test_the_text_of_a_completion_is_content() -> None:
     assert end["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_logprobs_are_read_where_they_were_asked_for(asked: bool) -> None:
+    said = {"choices": [{"text": "one", "logprobs": {"tokens": ["one"]}}]}
+    expected = {"tokens": ["one"]} if asked else None
+    (choice,) = whole(json.dumps(said).encode(), 1, logprobs=asked)["choices"]
+    assert choice["logprobs"] == expected
+    _, text, _ = read(Chunks(1, logprobs=asked), events(said) + DONE)
+    assert text["choices"][0]["logprobs"] == expected
+
+
 @pytest.mark.parametrize(
     ("reason", "read_as"),
     [

@@ -31,6 +31,7 @@ _LONGEST_PARENT: Final = 256
 MESSAGES: Final = "/v1/messages"
 _COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 _OLLAMA: Final = ("/api/chat", "/api/generate")
+_LOGPROBS: Final = "logprobs"
 _FULL: Final = "remote_answers_full"
 AnyTranslation: TypeAlias = Messages | OllamaChat
 TRANSLATED: Final = frozenset({MESSAGES, *_OLLAMA})
@@ -164,7 +165,8 @@ async def _send_translated(
         headers = [(b"content-type", translation.media_type)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         refusals: list[Refused] = []
-        async with aclosing(_chunks(asked, pieces, refusals)) as chunks:
+        said = Chunks(asked.prompt_tokens, logprobs=_LOGPROBS in translation.fields)
+        async with aclosing(_chunks(said, asked, pieces, refusals)) as chunks:
             async with aclosing(translation.stream(chunks)) as out:
                 async for data in out:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -195,7 +197,9 @@ async def _send_whole(
         if first.status != 200:
             message = refusal_message(bytes(body))
             raise ApiError(first.status, message, code="remote_refused")
-        data = translation.whole(whole(bytes(body), asked.prompt_tokens))
+        logprobs = _LOGPROBS in translation.fields
+        said = whole(bytes(body), asked.prompt_tokens, logprobs=logprobs)
+        data = translation.whole(said)
     except BadAnswer as error:
         raise CallRefused(as_refused(_bad_answer(asked, error), call.number)) from error
     except BodiesFull as error:
@@ -218,11 +222,10 @@ async def _send_whole(
 
 
 async def _chunks(
-    asked: Forward, pieces: AsyncGenerator[Passed], refusals: list[Refused]
+    said: Chunks, asked: Forward, pieces: AsyncGenerator[Passed], refusals: list[Refused]
 ) -> AsyncGenerator[str]:
     """The events of a stream, until its end or until it breaks off: then a refusal is kept, or the
     last event is an error."""
-    said = Chunks(asked.prompt_tokens)
     async for piece in pieces:
         if piece.refused is not None:
             refusals.append(piece.refused)

@@ -26,8 +26,6 @@ _LEFT_OUT: Final = frozenset({"model", "max_completion_tokens", "thinking_token_
 _FILTERED: Final = "content_filter"
 _REFUSAL: Final = "refusal"
 """How an answer ends that the server cut off for what it says; vLLM's translation knows of none."""
-_ERROR: Final = 'data: {"error":'
-_UNREADABLE: Final = "a field of it is not as OpenAI's API has it"
 _NO_SERVING: Final = cast(Any, None)
 """vLLM's translations of answers are methods of what serves a model here, and use none of it."""
 
@@ -75,41 +73,29 @@ class Messages:
             response = ChatCompletionResponse.model_validate(said | {"created": 0})
             answer = AnthropicServingMessages.messages_full_converter(_NO_SERVING, response)
         except (pydantic.ValidationError, ValueError, RecursionError) as error:
-            raise BadAnswer(_UNREADABLE) from error
+            raise BadAnswer("a field of it is not as OpenAI's API has it") from error
         found = answer.model_dump(exclude_none=True)
         if choice["finish_reason"] == _FILTERED:
             found["stop_reason"] = _REFUSAL
         return msgspec.json.encode(found)
 
     async def stream(self, chunks: AsyncGenerator[str]) -> AsyncGenerator[bytes]:
-        """Events. The last one is an error if `chunks` end with one: vLLM's translation knows none,
-        and would tell the client what a check of its own says."""
+        """Events."""
         filtered = False
-        fault: str | None = None
 
         async def watched() -> AsyncGenerator[str]:
-            nonlocal filtered, fault
+            nonlocal filtered
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    if chunk.startswith(_ERROR):
-                        said = msgspec.json.decode(chunk.removeprefix("data: "))
-                        fault = said["error"]["message"]
-                        return
                     filtered = filtered or f'"finish_reason":"{_FILTERED}"' in chunk
                     yield chunk
 
         events = AnthropicServingMessages.message_stream_converter(_NO_SERVING, watched())
         async with aclosing(events):
             async for event in events:
-                if event.startswith("event: error"):
-                    fault = f"the model's server gave an answer that cannot be used: {_UNREADABLE}"
-                    break
                 if filtered and event.startswith("event: message_delta"):
                     event = event.replace('"stop_reason":null', f'"stop_reason":"{_REFUSAL}"')
                 yield event.encode()
-        if fault is not None:
-            error = {"type": "error", "error": {"type": "api_error", "message": fault}}
-            yield b"event: error\ndata: %b\n\n" % msgspec.json.encode(error)
 
 
 def _whole_calls(calls: list[dict[str, Any]], *, cut: bool) -> Iterator[dict[str, Any]]:

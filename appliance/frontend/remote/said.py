@@ -85,8 +85,9 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
-def whole(body: bytes, prompt_tokens: int) -> dict[str, Any]:
-    """An answer in one piece, whose prompt has about so many tokens. Raises `BadAnswer`."""
+def whole(body: bytes, prompt_tokens: int, *, logprobs: bool = False) -> dict[str, Any]:
+    """An answer in one piece, whose prompt has about so many tokens; `logprobs` says that they were
+    asked for: some servers always have them. Raises `BadAnswer`."""
     answer = _read(body)
     if not answer.choices:
         raise BadAnswer("it has no choices")
@@ -98,7 +99,8 @@ def whole(body: bytes, prompt_tokens: int) -> dict[str, Any]:
     message = {"role": "assistant", **_texts(part), "tool_calls": calls}
     ended = _reason(choice.finish_reason)
     said = {"index": 0, "message": message, "finish_reason": ended}
-    said |= {"stop_reason": choice.stop_reason, "logprobs": choice.logprobs}
+    said["stop_reason"] = choice.stop_reason
+    said["logprobs"] = choice.logprobs if logprobs else None
     usage = answer.usage or _Usage(prompt_tokens, len(body) // BYTES_OF_TOKEN)
     return {"id": answer.id or "", "model": answer.model, "choices": [said], "usage": usage.said()}
 
@@ -120,9 +122,10 @@ class Chunks:
     the first call goes on as it comes, and the others come whole at the end.
     """
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, *, logprobs: bool = False) -> None:
         self._usage: _Usage | None = None
         self._prompt_tokens = prompt_tokens
+        self._logprobs = logprobs
         self._pieces = 0
         self._begun = False
         self._name = ("", "")
@@ -171,7 +174,8 @@ class Chunks:
         part = choice.delta or choice.message or _Part(content=choice.text)
         calls = [said for call in part.tool_calls or () for said in self._call(call)]
         delta = {**_texts(part), **({"tool_calls": calls} if calls else {})}
-        return {"index": 0, "delta": delta, "logprobs": choice.logprobs}
+        logprobs = choice.logprobs if self._logprobs else None
+        return {"index": 0, "delta": delta, "logprobs": logprobs}
 
     def _call(self, call: _Call) -> Iterator[dict[str, Any]]:
         """Keep a part of a call; give it if it is one of the call that goes on as it comes. The
