@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from appliance.access.auth import Access
+from appliance.frontend.remote.bodies import CHAT
 from appliance.gateway.forwarding.forwards import Forwards
 from appliance.service.front_frames import Forward
 from appliance.service.remote_models import RemoteModels
@@ -200,7 +201,8 @@ async def test_tools_thoughts_and_images_of_a_message(
 
 
 @pytest.mark.parametrize(
-    ("finish", "reason"), [("length", "max_tokens"), ("content_filter", "refusal")]
+    ("finish", "reason"),
+    [("length", "max_tokens"), ("content_filter", "refusal"), ("eos_token", "end_turn")],
 )
 async def test_why_a_message_ended(
     claude: anthropic.AsyncAnthropic, server: OpenAiServer, finish: str, reason: str
@@ -214,6 +216,55 @@ async def test_why_a_message_ended(
     server.answering = saying(STREAM_HEAD + delta({"content": "one"}, finish) + DONE)
     async with claude.messages.stream(**asked) as stream:
         assert (await stream.get_final_message()).stop_reason == reason
+
+
+async def test_a_chat_that_is_answered_as_a_completion(
+    core: StandInCore, server: OpenAiServer
+) -> None:
+    """Its `text` is read, in both dialects, whole and streamed. Its logprobs are not: they were
+    not asked for, and vLLM's translation of messages has no room for such."""
+    tokens = {"tokens": ["one two"], "token_logprobs": [-1.0], "top_logprobs": [{"one two": -1.0}]}
+    choices = [{"index": 0, "text": "one two", "finish_reason": "stop", "logprobs": tokens}]
+    said = {"id": "c-1", "model": "their/model", "choices": choices, "usage": USAGE}
+    for path in ("/v1/messages", "/api/chat"):
+        for streams in (False, True):
+            server.answering = saying(raw(200, json.dumps(said).encode()))
+            if streams:
+                server.answering = saying(STREAM_HEAD + event(said) + DONE)
+            body = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": streams}
+            found = await post(core, path, body)
+            assert found.status_code == 200, found.text
+            assert '"one two"' in found.text
+            assert "error" not in found.text
+
+
+@pytest.mark.parametrize("finish", ["tool_calls", None])
+async def test_calls_that_the_server_writes_in_turns_are_whole(
+    claude: anthropic.AsyncAnthropic,
+    llama: ollama.AsyncClient,
+    server: OpenAiServer,
+    finish: str | None,
+) -> None:
+    """In both dialects; also if the server does not say why the answer ended."""
+    parts = [
+        call_of('{"city": ', index=0, id="call_7"),
+        call_of('{"city": ', index=1, id="call_8"),
+        {"index": 0, "function": {"arguments": '"Ulm"}'}},
+    ]
+    turns = b"".join(delta({"tool_calls": [part]}) for part in parts)
+    last = {"index": 1, "function": {"arguments": '"Bern"}'}}
+    turns += delta({"tool_calls": [last]}, finish)
+    cities = [{"city": "Ulm"}, {"city": "Bern"}]
+
+    server.answering = saying(STREAM_HEAD + turns + DONE)
+    async with claude.messages.stream(model="far", max_tokens=50, messages=HELLO) as stream:
+        said = await stream.get_final_message()
+    assert [block.to_dict()["input"] for block in said.content] == cities
+    assert [block.to_dict()["id"] for block in said.content] == ["call_7", "call_8"]
+    assert said.stop_reason == "tool_use"
+    lines = [line async for line in await llama.chat("far", HELLO, stream=True)]
+    called = [call.function for line in lines for call in line.message.tool_calls or ()]
+    assert [call.arguments for call in called] == cities
 
 
 async def test_a_call_without_json_is_an_error(core: StandInCore, server: OpenAiServer) -> None:
@@ -233,11 +284,33 @@ async def test_an_answer_too_large_to_translate_says_so(
     does not."""
     text = "x" * (13 << 20)  # of 16 MiB, of which a client has three quarters
     body = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": False}
-    for path, status in (("/v1/messages", 503), ("/api/chat", 503), ("/v1/chat/completions", 200)):
+    for path, status in (("/v1/messages", 503), ("/api/chat", 503), (CHAT, 200)):
         server.answering = saying(answer({"content": text}))
         found = await post(core, path, body)
         assert found.status_code == status
-        assert status == 200 or "api.max_bodies" in found.text
+        if status != 200:
+            assert all(word in found.text for word in ("api.max_bodies", "ask for a stream", CHAT))
+            assert "again" not in found.text
+            assert "retry-after" not in found.headers
+
+
+async def test_an_answer_that_may_fit_later_says_so(
+    core: StandInCore, server: OpenAiServer
+) -> None:
+    """Here the client has another large body under way, of 16 MiB for all."""
+    body: dict[str, Any] = {"model": "far", "max_tokens": 5, "messages": HELLO, "stream": False}
+    large = [{"role": "user", "content": "x" * (7 << 20)}]
+    server.answering = saying_then_nothing(b"")
+    other = asyncio.create_task(post(core, CHAT, body | {"messages": large}))
+    await server.until_asked()
+    server.answering = saying(answer({"content": "x" * (7 << 20)}))
+    found = await post(core, "/v1/messages", body)
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+
+    assert found.status_code == 503
+    assert all(word in found.text for word in ("api.max_bodies", "try again later", CHAT))
+    assert found.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(

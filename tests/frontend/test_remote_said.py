@@ -79,6 +79,31 @@ def test_calls_of_tools_in_every_manner() -> None:
     assert [call["id"] for call in calls] == ["call_0", "b"]
 
 
+def test_calls_that_a_server_writes_in_turns() -> None:
+    """The first one goes on as it comes; others come whole at the end, after what still came of the
+    first, and after a reason to end that came early."""
+    parts = [
+        {"index": 0, "id": "a", "function": {"name": "f", "arguments": "{"}},
+        {"index": 1, "id": "b", "function": {"name": "g", "arguments": "["}},
+        {"index": 0, "function": {"arguments": "}"}},
+        {"index": 1, "function": {"arguments": "]"}},
+    ]
+    *begun, end = deltas(*parts)
+    assert [call["index"] for call in begun] == [0, 0]
+    assert "".join(call["function"]["arguments"] for call in begun) == "{}"
+    assert (end["index"], end["id"]) == (1, "b")
+    assert end["function"] == {"name": "g", "arguments": "[]"}
+
+    early = {"delta": {"tool_calls": parts[:3]}, "finish_reason": "tool_calls"}
+    late = {"delta": {"tool_calls": parts[3:]}}
+    data = events({"choices": [early]}, {"choices": [late]}) + DONE
+    *_, last, usage = read(Chunks(1), data)
+    (choice,) = last["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["delta"]["tool_calls"][0]["function"] == {"name": "g", "arguments": "[]"}
+    assert usage["choices"] == []
+
+
 def test_other_choices_and_refusals_of_models() -> None:
     """Only the first choice is asked for; a refusal is text."""
     said = {"choices": [{"index": 1, "delta": {"content": "no"}}]}
@@ -86,6 +111,45 @@ def test_other_choices_and_refusals_of_models() -> None:
     body = b'{"choices": [{"message": {"refusal": "I will not."}}]}'
     message = whole(body, 1)["choices"][0]["message"]
     assert message["content"] == "I will not."
+
+
+def test_the_text_of_a_completion_is_content() -> None:
+    """Also where a chat was asked for."""
+    said = {"choices": [{"text": "one", "finish_reason": "length"}]}
+    (choice,) = whole(json.dumps(said).encode(), 1)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "length")
+    _, text, end, _ = read(Chunks(1), events(said) + DONE)
+    assert text["choices"][0]["delta"] == {"content": "one"}
+    assert end["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_logprobs_are_read_where_they_were_asked_for(asked: bool) -> None:
+    said = {"choices": [{"text": "one", "logprobs": {"tokens": ["one"]}}]}
+    expected = {"tokens": ["one"]} if asked else None
+    (choice,) = whole(json.dumps(said).encode(), 1, logprobs=asked)["choices"]
+    assert choice["logprobs"] == expected
+    _, text, _ = read(Chunks(1, logprobs=asked), events(said) + DONE)
+    assert text["choices"][0]["logprobs"] == expected
+
+
+@pytest.mark.parametrize(
+    ("reason", "read_as"),
+    [
+        *((reason, reason) for reason in ("stop", "length", "tool_calls", "content_filter")),
+        ("function_call", "tool_calls"),
+        ("eos_token", "stop"),
+        ("", "stop"),
+    ],
+)
+def test_reasons_to_end_that_others_have(reason: str, read_as: str) -> None:
+    """Whole and streamed; one that is empty is none."""
+    said = {"choices": [{"message": {"content": "one"}, "finish_reason": reason}]}
+    assert whole(json.dumps(said).encode(), 1)["choices"][0]["finish_reason"] == read_as
+    chunks = read(Chunks(1), events(said) + DONE)
+    found = [choice.get("finish_reason") for chunk in chunks for choice in chunk["choices"]]
+    assert found[2:] == ([read_as] if reason else [])
+    assert not any(found[:2])
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b"{}", b'{"choices": [{"message": 5}]}', b"\xff"])

@@ -12,12 +12,12 @@ from litestar.types import Send
 
 from appliance.frontend.calls import Call
 from appliance.frontend.core import CallRefused, Core
-from appliance.frontend.remote.bodies import CHAT, PATHS, outgoing
+from appliance.frontend.remote.bodies import PATHS, outgoing
 from appliance.frontend.remote.messages import Messages
 from appliance.frontend.remote.ollama_chats import OllamaChat
 from appliance.frontend.remote.said import BadAnswer, Chunks, refusal_message, whole
 from appliance.frontend.remote.translation import Translation
-from appliance.http.body_budget import BodiesFull, BodyTooLarge
+from appliance.http.body_budget import CLIENT_SHARE, BodiesFull, BodyTooLarge
 from appliance.http.errors import ApiError, BadRequest, as_refused
 from appliance.http.request_ids import request_id
 from appliance.service.front_frames import Forward, FrontModel, Passed, Refused
@@ -31,6 +31,8 @@ _LONGEST_PARENT: Final = 256
 MESSAGES: Final = "/v1/messages"
 _COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 _OLLAMA: Final = ("/api/chat", "/api/generate")
+_LOGPROBS: Final = "logprobs"
+_FULL: Final = "remote_answers_full"
 AnyTranslation: TypeAlias = Messages | OllamaChat
 TRANSLATED: Final = frozenset({MESSAGES, *_OLLAMA})
 """Endpoints of other dialects than OpenAI's."""
@@ -163,7 +165,8 @@ async def _send_translated(
         headers = [(b"content-type", translation.media_type)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         refusals: list[Refused] = []
-        async with aclosing(_chunks(asked, pieces, refusals)) as chunks:
+        said = Chunks(asked.prompt_tokens, logprobs=_LOGPROBS in translation.fields)
+        async with aclosing(_chunks(said, asked, pieces, refusals)) as chunks:
             async with aclosing(translation.stream(chunks)) as out:
                 async for data in out:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -194,27 +197,35 @@ async def _send_whole(
         if first.status != 200:
             message = refusal_message(bytes(body))
             raise ApiError(first.status, message, code="remote_refused")
-        data = translation.whole(whole(bytes(body), asked.prompt_tokens))
+        logprobs = _LOGPROBS in translation.fields
+        said = whole(bytes(body), asked.prompt_tokens, logprobs=logprobs)
+        data = translation.whole(said)
     except BadAnswer as error:
         raise CallRefused(as_refused(_bad_answer(asked, error), call.number)) from error
-    except (BodiesFull, BodyTooLarge) as error:
+    except BodiesFull as error:
         message = (
             "answers that are translated take all memory that bodies may have (api.max_bodies); "
-            f"try again later, or ask for the model with {CHAT}"
+            f"try again later, ask for a stream, or ask for the model with {asked.path}"
         )
-        full = ApiError(503, message, code="remote_answers_full", headers={"Retry-After": "1"})
+        full = ApiError(503, message, code=_FULL, headers={"Retry-After": "1"})
         raise CallRefused(as_refused(full, call.number)) from error
+    except BodyTooLarge as error:  # so it is each time, and each time the server computes it
+        message = (
+            "the answer is too large to be translated: with its request it has more than "
+            f"{CLIENT_SHARE} of api.max_bodies, which an operator may raise; ask for a stream, or "
+            f"ask for the model with {asked.path}"
+        )
+        raise CallRefused(as_refused(ApiError(503, message, code=_FULL), call.number)) from error
     except ApiError as error:
         raise CallRefused(as_refused(error, call.number)) from error
     await send_json(send, data)
 
 
 async def _chunks(
-    asked: Forward, pieces: AsyncGenerator[Passed], refusals: list[Refused]
+    said: Chunks, asked: Forward, pieces: AsyncGenerator[Passed], refusals: list[Refused]
 ) -> AsyncGenerator[str]:
     """The events of a stream, until its end or until it breaks off: then a refusal is kept, or the
     last event is an error."""
-    said = Chunks(asked.prompt_tokens)
     async for piece in pieces:
         if piece.refused is not None:
             refusals.append(piece.refused)

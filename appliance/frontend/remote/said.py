@@ -7,6 +7,7 @@ Sans-IO. The translations into other dialects read vLLM's answers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +16,9 @@ from appliance.frontend.remote.bodies import BYTES_OF_TOKEN
 
 MOST_CALLED_BYTES: Final = 4 << 20
 """Of a stream, from the first call of a tool on: dialects keep calls until they are whole."""
+_ENDS: Final = frozenset({"stop", "length", "tool_calls", "content_filter"})
+"""Why an answer ended, as dialects know it. Other reasons are names for the first one, such as
+`eos_token`, but for `function_call`: that is what calls of tools were called before."""
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
 
@@ -48,6 +52,7 @@ class _Choice(msgspec.Struct):
     message: _Part | None = None
     delta: _Part | None = None
     text: str | None = None
+    """Of a completion, and in chats of some servers: it is read as `content`."""
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -80,8 +85,9 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
-def whole(body: bytes, prompt_tokens: int) -> dict[str, Any]:
-    """An answer in one piece, whose prompt has about so many tokens. Raises `BadAnswer`."""
+def whole(body: bytes, prompt_tokens: int, *, logprobs: bool = False) -> dict[str, Any]:
+    """An answer in one piece, whose prompt has about so many tokens; `logprobs` says that they were
+    asked for: some servers always have them. Raises `BadAnswer`."""
     answer = _read(body)
     if not answer.choices:
         raise BadAnswer("it has no choices")
@@ -91,27 +97,44 @@ def whole(body: bytes, prompt_tokens: int) -> dict[str, Any]:
         _said_call(call, f"call_{number}") for number, call in enumerate(part.tool_calls or ())
     ]  # fmt: skip
     message = {"role": "assistant", **_texts(part), "tool_calls": calls}
-    ended = choice.finish_reason or "stop"
+    ended = _reason(choice.finish_reason)
     said = {"index": 0, "message": message, "finish_reason": ended}
-    said |= {"stop_reason": choice.stop_reason, "logprobs": choice.logprobs}
-    if choice.text is not None:
-        said = {"text": choice.text, "finish_reason": ended, "logprobs": choice.logprobs}
+    said["stop_reason"] = choice.stop_reason
+    said["logprobs"] = choice.logprobs if logprobs else None
     usage = answer.usage or _Usage(prompt_tokens, len(body) // BYTES_OF_TOKEN)
     return {"id": answer.id or "", "model": answer.model, "choices": [said], "usage": usage.said()}
 
 
+@dataclass
+class _Begun:
+    """A call of a tool, as far as it has come."""
+
+    id: str | None = None
+    name: str | None = None
+    arguments: list[str] = field(default_factory=list)
+
+
 class Chunks:
     """The events of a stream: the first one has no text, and the last one before the end has the
-    usage and nothing else."""
+    usage and nothing else.
 
-    def __init__(self, prompt_tokens: int) -> None:
+    Servers may write several calls of tools in turns, and dialects know one call after another. So
+    the first call goes on as it comes, and the others come whole at the end.
+    """
+
+    def __init__(self, prompt_tokens: int, *, logprobs: bool = False) -> None:
         self._usage: _Usage | None = None
         self._prompt_tokens = prompt_tokens
+        self._logprobs = logprobs
         self._pieces = 0
         self._begun = False
         self._name = ("", "")
-        self._calls = 0
+        self._calls: dict[int, _Begun] = {}
+        self._streamed: int | None = None
+        """The number of the call that goes on as it comes."""
         self._called_bytes = 0
+        self._ended: dict[str, Any] = {}
+        """Why, if the server has said it: calls may come after that."""
 
     def feed(self, data: bytes) -> Iterator[str]:
         """What to read for some whole events. Raises `BadAnswer`."""
@@ -120,6 +143,8 @@ class Chunks:
                 continue
             said = event.removeprefix(_DATA)
             if said.strip() == _DONE:
+                if self._calls or self._ended:
+                    yield from self._chunk([self._end()], None)
                 usage = self._usage or _Usage(self._prompt_tokens, self._pieces)
                 yield from self._chunk([], usage.said())
                 yield "data: [DONE]\n\n"
@@ -143,25 +168,41 @@ class Chunks:
                 yield from self._chunk([self._choice(choice)], None)
 
     def _choice(self, choice: _Choice) -> dict[str, Any]:
-        ended = {"finish_reason": choice.finish_reason, "logprobs": choice.logprobs}
-        if choice.text is not None:
-            return {"text": choice.text, **ended}
-        part = choice.delta or choice.message or _Part()
-        calls = [self._call(call) for call in part.tool_calls or ()]
+        if choice.finish_reason:
+            self._ended["finish_reason"] = _reason(choice.finish_reason)
+            self._ended["stop_reason"] = choice.stop_reason
+        part = choice.delta or choice.message or _Part(content=choice.text)
+        calls = [said for call in part.tool_calls or () for said in self._call(call)]
         delta = {**_texts(part), **({"tool_calls": calls} if calls else {})}
-        return {"index": 0, "delta": delta, "stop_reason": choice.stop_reason, **ended}
+        logprobs = choice.logprobs if self._logprobs else None
+        return {"index": 0, "delta": delta, "logprobs": logprobs}
 
-    def _call(self, call: _Call) -> dict[str, Any]:
-        """A part of a call; the first part of each has an id and a name."""
-        begins = bool(call.function.name) and (call.index is None or call.index >= self._calls)
+    def _call(self, call: _Call) -> Iterator[dict[str, Any]]:
+        """Keep a part of a call; give it if it is one of the call that goes on as it comes. The
+        first part of that has an id and a name."""
         number = call.index
         if number is None:
-            number = self._calls if begins else max(self._calls - 1, 0)
-        if begins:
-            self._calls = number + 1
-            return _said_call(call, f"call_{number}") | {"index": number}
+            last = next(reversed(self._calls), -1)
+            number = max(self._calls, default=-1) + 1 if call.function.name else max(last, 0)
+        known = self._calls.setdefault(number, _Begun())
         arguments = _arguments(call.function.arguments)
-        return {"index": number, "function": {"arguments": arguments}}
+        if self._streamed == number:
+            yield {"index": number, "function": {"arguments": arguments}}
+            return
+        known.id = known.id or call.id
+        known.name = known.name or call.function.name
+        known.arguments.append(arguments)
+        if self._streamed is None and known.name:
+            self._streamed = number
+            yield _begun(number, known)
+            known.arguments.clear()
+
+    def _end(self) -> dict[str, Any]:
+        """The choice with the calls that were kept, and why the answer ended."""
+        kept = sorted(self._calls.items())
+        calls = [_begun(number, call) for number, call in kept if number != self._streamed]
+        delta = {"tool_calls": calls} if calls else {}
+        return {"index": 0, "delta": delta, "finish_reason": "stop", **self._ended}
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> Iterator[str]:
         name, model = self._name
@@ -202,6 +243,12 @@ def _read(data: bytes) -> _Answer:
         raise BadAnswer("it is not JSON") from error
 
 
+def _reason(said: str | None) -> str:
+    if said in _ENDS:
+        return said
+    return "tool_calls" if said == "function_call" else "stop"
+
+
 def _texts(part: _Part) -> dict[str, Any]:
     texts = {
         "content": part.refusal if part.content is None else part.content,
@@ -216,6 +263,12 @@ def _said_call(call: _Call, name: str) -> dict[str, Any]:
         "arguments": _arguments(call.function.arguments),
     }
     return {"id": call.id or name, "type": "function", "function": function}
+
+
+def _begun(number: int, call: _Begun) -> dict[str, Any]:
+    function = {"name": call.name or "", "arguments": "".join(call.arguments)}
+    head = {"id": call.id or f"call_{number}", "type": "function", "index": number}
+    return {**head, "function": function}
 
 
 def _arguments(given: str | dict[str, Any] | None) -> str:
