@@ -131,7 +131,9 @@ def read_secret(file: str) -> str:
     if not file:
         return ""
     try:
-        with Path(file).open("rb") as opened:
+        # A pipe would be waited for until something is written to it.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
                 raise SecretUnusable(f"{file} is no file")
             data = opened.read(MAX_SECRET_BYTES + 1)

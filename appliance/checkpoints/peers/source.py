@@ -49,7 +49,7 @@ class _Files(msgspec.Struct, frozen=True):
 
 
 class PeerSource:
-    """A model of the catalogue of another box."""
+    """A model of the catalogue of another box, which is asked after `__enter__`."""
 
     directory: Path | None = None
 
@@ -63,18 +63,29 @@ class PeerSource:
         self._key_from = key_from
         self._field = field
         self._path = f"{self._url}/api/models/{quote(model)}/files"
-        headers = {"Accept-Encoding": "identity"}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
-        self._client = httpx.Client(headers=headers, timeout=timeout)
+        self._key = key
+        self._open: httpx.Client | None = None
         self._known: dict[str, _File] | None = None
 
     def __enter__(self) -> PeerSource:
+        headers = {"Accept-Encoding": "identity"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+        # No proxy of the environment gets the key; certificates are those of the environment.
+        self._open = httpx.Client(
+            headers=headers, timeout=timeout, trust_env=False, verify=httpx.create_ssl_context()
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
+
+    @property
+    def _client(self) -> httpx.Client:
+        """Built late, as reading certificates takes tens of milliseconds."""
+        assert self._open is not None, "it was entered"
+        return self._open
 
     @property
     def address(self) -> str:

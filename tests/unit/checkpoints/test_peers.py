@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from appliance.checkpoints.pull import pull_found
 from appliance.checkpoints.sources import Progress
 from appliance.cli.main import cli
 from appliance.config.loader import load_config
+from appliance.daemon import reload
 from appliance.daemon.reload import LiveConfig
 from tests.unit.api.test_model_files import FiledBox
 from tests.unit.doubles.daemon import setup_of, small
@@ -274,6 +276,42 @@ async def test_a_daemon_pulls_from_boxes_that_its_configuration_names(
     assert [model.name for model in load_config(target.config).models] == ["d"]
     assert (await target.ask(model="b", **{"from": peer})).json() == {"status": "success"}
     assert [model.name for model in load_config(target.config).models] == ["d", "b"]
+
+
+async def test_the_event_loop_does_not_wait_for_a_source(
+    peer: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is read, and the connection made and closed, in threads."""
+    threads: list[bool] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return call(*arguments)
+
+        return noting
+
+    monkeypatch.setattr(reload, "peer_source", noted(reload.peer_source))
+    for step in ("__enter__", "__exit__"):
+        monkeypatch.setattr(PeerSource, step, noted(getattr(PeerSource, step)))
+    target.may_pull_from(peer)
+    assert "(401)" in (await target.ask(**{"from": peer})).json()["error"]
+    assert threads == [False, False, False]
+
+
+async def test_no_proxy_gets_the_key(
+    peer: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = Liar()
+    async with served(proxy) as port:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        result = await pulled(peer, folder)
+
+    assert result.exit_code == 0, result.output
+    assert proxy.asked == []
 
 
 async def test_a_pull_that_broke_off_goes_on(
