@@ -132,7 +132,8 @@ def chosen(source: str, listing: dict[str, int]) -> tuple[list[str], list[str]]:
     if len(listing) > MAX_FILES:
         raise PullError(f"{source} has {len(listing)} files: that is no model")
     taken = [name for name in listing if is_taken(name)]
-    left_out = [name for name in listing if name not in set(taken)]
+    known = set(taken)
+    left_out = [name for name in listing if name not in known]
     if not any(name.endswith(_WEIGHTS) for name in taken):
         pickles = [name for name in left_out if PurePosixPath(name).suffix in _PICKLES]
         if pickles:
