@@ -366,3 +366,14 @@ async def test_a_file_is_closed_when_nothing_reads_it(checkpoint: Path) -> None:
     file.gate.set()
     await closed.wait()
     assert models._sending == 0
+
+
+async def test_a_key_of_other_models_reaches_none(client: httpx.AsyncClient) -> None:
+    """It neither sees what a model does nor changes it, nor has one added."""
+    limited = {"x-api-key": "sk-of-b"}
+    for method, path in (("GET", ""), ("POST", "/drain"), ("POST", "/evict"), ("POST", "/load")):
+        answer = await client.request(method, f"/api/models/org/a{path}", headers=limited)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await client.get("/api/models/b", headers=limited)).json()["model"] == "b"
+    assert not (await client.get("/api/models/org/a")).json()["draining"]
+    assert (await client.post("/api/models/b/drain", headers=limited)).json()["draining"]

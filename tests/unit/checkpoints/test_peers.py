@@ -278,6 +278,28 @@ async def test_a_daemon_pulls_from_boxes_that_its_configuration_names(
     assert [model.name for model in load_config(target.config).models] == ["d", "b"]
 
 
+async def test_an_address_that_is_empty_is_refused(target: Target) -> None:
+    """It would be a pull from a hub."""
+    async with httpx.AsyncClient(base_url=target.url) as client:
+        for stream in (False, True):
+            body = {"model": "a", "from": "", "stream": stream}
+            refused = await client.post("/api/pull", json=body)
+            assert (refused.status_code, refused.json()["error"]) == (
+                400,
+                "from: give the address of a box, or leave it out",
+            )
+
+
+async def test_another_box_may_call_a_model_latest(target: Target) -> None:
+    """Its name is asked for as it is; from elsewhere the word is left out, as Ollama adds it."""
+    liar = Liar([told("pytorch_model.bin")])
+    async with served(liar) as port:
+        target.may_pull_from(f"http://127.0.0.1:{port}")
+        await target.ask(model="d:latest", **{"from": f"http://127.0.0.1:{port}"})
+    assert set(liar.asked) == {"/api/models/d:latest/files"}
+    assert (await target.ask(model="d:latest")).json() == {"status": "success"}
+
+
 async def test_the_event_loop_does_not_wait_for_a_source(
     peer: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
