@@ -48,13 +48,16 @@ _EXTENDED: Final = frozenset(
 )
 HUB: Final = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
-Write = Callable[[Path, Callable[[int], None]], None]
-"""Writes a file whole to a path, and tells how many bytes more are there."""
+More = Callable[[int], None]
+"""Hears how many bytes more of a file are there; none while its source lets it wait."""
+Write = Callable[[Path, More], None]
+"""Writes a file whole to a path, and tells of it."""
 
 
 class Progress(NamedTuple):
-    """How far a pull is. `status` is ``fetching``, ``present`` (from an earlier pull), ``left out``
-    or ``verifying``; of `file` there are `done_bytes` of `total_bytes`."""
+    """How far a pull is. `status` is ``fetching``, ``waiting`` (for the source), ``present`` (from
+    an earlier pull), ``left out`` or ``verifying``; of `file` there are `done_bytes` of
+    `total_bytes`."""
 
     status: str
     file: str = ""

@@ -118,7 +118,7 @@ def peer_source(catalog: Catalog, model: str, url: str) -> PeerSource:
         key = read_secret(catalog.peer_key_file)
     except SecretUnusable as error:
         raise PullError(f"catalog.peer_key_file: {error}; mend it") from error
-    return PeerSource(url, model, key, key_from="the one in catalog.peer_key_file", field="from")
+    return PeerSource(url, model, key, key_from="catalog.peer_key_file", field="from")
 
 
 def remote_models(config: Config, created: int) -> tuple[RemoteModel, ...]:
