@@ -30,7 +30,7 @@ from appliance.config.loader import load_config
 from appliance.config.schema import Adapter, Model, fields
 from appliance.daemon.reload import LiveConfig
 from appliance.journal import Journal, replay
-from appliance.service.interface import GenerationFailed, ModelExists
+from appliance.service.interface import GenerationFailed, ModelActivity, ModelExists
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
 from appliance.worker import frames
 from tests.patience import PATIENCE_SECONDS
@@ -973,7 +973,11 @@ def test_only_operators_may() -> None:
 
 
 async def test_a_key_of_one_model_changes_no_others(
-    box: Box, settings: LiveConfig, path: Path, tmp_path: Path
+    box: Box,
+    settings: LiveConfig,
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor adds any that it would not know: it is refused before anything is done."""
     file = KeyFile(tmp_path / "keys.json")
@@ -982,7 +986,9 @@ async def test_a_key_of_one_model_changes_no_others(
     file.add(Key(name="of-b", sha256=sha256, created_seconds=0.0, scopes=scopes, models=("b",)))
     access = Access(KeyRing(file.path), wall_clock=time.time)
     headers = {"x-api-key": "sk-of-b"}
-    app = create_app(box.daemon, settings=settings, access=access)
+    leaving = lambda name: ModelActivity(model=name, state="removing")  # noqa: E731
+    monkeypatch.setattr(settings, "removal", leaving)
+    app, before = create_app(box.daemon, settings=settings, access=access), load_config(path)
     async with unserved(app) as client:
         for method, target, body in (
             ("POST", "", {"name": "new", "path": "new"}),
@@ -991,11 +997,12 @@ async def test_a_key_of_one_model_changes_no_others(
             ("POST", "/a/adapters", {"name": "x", "path": "new"}),
             ("POST", "/a/pin", None),
             ("PUT", "/a/limits", {"max_queue": 3}),
+            ("GET", "/gone", None),
         ):
             answer = await client.request(
                 method, f"/api/models{target}", json=body, headers=headers
             )
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-        assert load_config(path) == settings._running
+        assert load_config(path) == before
         limited = await client.put("/api/models/b/limits", json={"max_queue": 3}, headers=headers)
     assert limited.status_code == 200, limited.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
 import threading
 import time
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
+from rich.console import Console
+from rich.progress import Progress as Bars
 from safetensors.numpy import save_file
 
 from appliance.access.auth import Access
@@ -28,6 +31,7 @@ from appliance.checkpoints.peers.source import PeerSource
 from appliance.checkpoints.pull import _part, pull_found
 from appliance.checkpoints.sources import Progress
 from appliance.cli.main import cli
+from appliance.cli.start.pull import _Bars
 from appliance.config.loader import load_config
 from appliance.daemon import reload
 from appliance.daemon.reload import LiveConfig
@@ -612,6 +616,17 @@ async def test_a_pull_that_waits_says_so(folder: Path, monkeypatch: pytest.Monke
         digests = await asyncio.to_thread(fetched, f"http://127.0.0.1:{port}", folder / "b")
     assert Progress("waiting", WEIGHTS) in digests
     assert "tells no SHA-256" in digests[-1].status
+
+
+def test_a_terminal_is_told_once_that_a_pull_waits() -> None:
+    shown = io.StringIO()
+    with Bars(console=Console(file=shown)) as bars:
+        tell = _Bars(bars)
+        for _ in range(3):
+            tell(Progress("waiting", WEIGHTS))
+        tell(Progress("fetching", WEIGHTS, 1, 2))
+        tell(Progress("waiting", WEIGHTS))
+    assert shown.getvalue().count(f"waiting {WEIGHTS}") == 2
 
 
 def test_apply_has_more_patience_than_a_pull() -> None:
