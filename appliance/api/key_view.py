@@ -103,7 +103,13 @@ class _Gate:
         return msgspec.structs.replace(load, **known, **counts, version=version)
 
     def model_activity(self, name: ModelName) -> ModelActivity:
-        return _queued(self._service.model_activity(name), self._queues())
+        """Also of the base of an adapter that the key knows. Raises `ModelNotFound`."""
+        found = self._service.model_activity(name)
+        if not current.get().allows(name):
+            known = {one for card in self.models() for one in (card.id, card.model)}
+            if name not in known:
+                raise ModelNotFound(name)
+        return _queued(found, self._queues())
 
     def _with_queues(self, activity: Activity) -> Activity:
         """Requests that wait for the turn of their key are waiting requests of their models."""

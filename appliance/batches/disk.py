@@ -21,11 +21,17 @@ class Disk:
         self._works: set[asyncio.Future[Any]] = set()
 
     async def __call__(self, work: Callable[_P, _R], *arguments: _P.args, **named: _P.kwargs) -> _R:
+        return await asyncio.shield(self.begin(work, *arguments, **named))
+
+    def begin(
+        self, work: Callable[_P, _R], *arguments: _P.args, **named: _P.kwargs
+    ) -> asyncio.Future[_R]:
+        """Done when the work is over; a caller that may stop waiting shields it."""
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._threads, lambda: work(*arguments, **named))
         self._works.add(future)
         future.add_done_callback(self._ended)
-        return await asyncio.shield(future)
+        return future
 
     def _ended(self, work: asyncio.Future[Any]) -> None:
         self._works.discard(work)

@@ -173,7 +173,10 @@ def _part(path: Path) -> Iterator[Path]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise PullError(f"another pull of the same name is under way in {path}") from error
+            raise PullError(
+                f"another pull of the same name is under way in {path}: wait until it is over, "
+                "then pull again"
+            ) from error
         yield path
     finally:
         os.close(held)
@@ -263,6 +266,9 @@ def _take(wanted: Wanted, part: Path, tell: Tell) -> None:
         done += nbytes
         if done > wanted.nbytes:
             raise PullError(f"{wanted.name} is longer than its {wanted.nbytes} bytes")
+        if not nbytes:
+            tell(Progress("waiting", wanted.name))
+            return
         tell(Progress("fetching", wanted.name, done, wanted.nbytes))
 
     unfinished = part / ".unfinished"

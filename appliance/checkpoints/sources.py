@@ -48,13 +48,16 @@ _EXTENDED: Final = frozenset(
 )
 HUB: Final = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
-Write = Callable[[Path, Callable[[int], None]], None]
-"""Writes a file whole to a path, and tells how many bytes more are there."""
+More = Callable[[int], None]
+"""Hears how many bytes more of a file are there; none while its source lets it wait."""
+Write = Callable[[Path, More], None]
+"""Writes a file whole to a path, and tells of it."""
 
 
 class Progress(NamedTuple):
-    """How far a pull is. `status` is ``fetching``, ``present`` (from an earlier pull), ``left out``
-    or ``verifying``; of `file` there are `done_bytes` of `total_bytes`."""
+    """How far a pull is. `status` is ``fetching``, ``waiting`` (for the source), ``present`` (from
+    an earlier pull), ``left out`` or ``verifying``; of `file` there are `done_bytes` of
+    `total_bytes`."""
 
     status: str
     file: str = ""
@@ -132,7 +135,8 @@ def chosen(source: str, listing: dict[str, int]) -> tuple[list[str], list[str]]:
     if len(listing) > MAX_FILES:
         raise PullError(f"{source} has {len(listing)} files: that is no model")
     taken = [name for name in listing if is_taken(name)]
-    left_out = [name for name in listing if name not in set(taken)]
+    known = set(taken)
+    left_out = [name for name in listing if name not in known]
     if not any(name.endswith(_WEIGHTS) for name in taken):
         pickles = [name for name in left_out if PurePosixPath(name).suffix in _PICKLES]
         if pickles:

@@ -118,7 +118,7 @@ def peer_source(catalog: Catalog, model: str, url: str) -> PeerSource:
         key = read_secret(catalog.peer_key_file)
     except SecretUnusable as error:
         raise PullError(f"catalog.peer_key_file: {error}; mend it") from error
-    return PeerSource(url, model, key, key_from="the one in catalog.peer_key_file", field="from")
+    return PeerSource(url, model, key, key_from="catalog.peer_key_file", field="from")
 
 
 def remote_models(config: Config, created: int) -> tuple[RemoteModel, ...]:
@@ -131,7 +131,9 @@ def read_secret(file: str) -> str:
     if not file:
         return ""
     try:
-        with Path(file).open("rb") as opened:
+        # A pipe would be waited for until something is written to it.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
                 raise SecretUnusable(f"{file} is no file")
             data = opened.read(MAX_SECRET_BYTES + 1)

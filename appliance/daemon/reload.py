@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ import msgspec
 
 from appliance.checkpoints import delete
 from appliance.checkpoints.adapters import full_name
-from appliance.checkpoints.pull import folder_name, pull_found
+from appliance.checkpoints.peers.source import PeerSource
+from appliance.checkpoints.pull import Pulled, folder_name, pull_found
 from appliance.checkpoints.sources import Source, Tell, find_source
 from appliance.config.admin_file import AdminEdit, AdminFile
 from appliance.config.auto import with_models
@@ -287,17 +288,19 @@ class LiveConfig:
     ) -> str:
         configured = self._running.catalog.folder
         folder = Path(configured) if configured else None
-        with _found(self._running.catalog, source, peer) as found:
+        try:
+            find = partial(_found, self._running.catalog, source, peer)
+            found = await in_own_thread(find, "pull")
             wanted = name or found.name
             if add:
                 self._check_may_add(wanted)
             if folder is not None:
                 self._check_stays(wanted, folder / folder_name(wanted))
-            act = partial(pull_found, found, source, folder, wanted, link=False, tell=tell)
-            try:
-                pulled = await in_own_thread(act, "pull")
-            except OSError as error:
-                raise PullError(f"{source} cannot be pulled: {error}") from error
+            pulled = await in_own_thread(
+                partial(_pulled, found, source, folder, wanted, tell), "pull"
+            )
+        except OSError as error:
+            raise PullError(f"{source} cannot be pulled: {error}") from error
         if add:
             await self.add_model({"name": pulled.name, "path": str(pulled.path)})
         return str(pulled.path)
@@ -590,9 +593,15 @@ def _described(found: Config, names: Collection[ModelName]) -> tuple[list[Served
     return described, kv_floor_slabs(found, entries)
 
 
-def _found(catalog: Catalog, source: str, peer: str) -> AbstractContextManager[Source]:
-    """What is pulled. Raises `PullError`."""
-    return peer_source(catalog, source, peer) if peer else nullcontext(find_source(source))
+def _found(catalog: Catalog, source: str, peer: str) -> Source:
+    """What is pulled, for which files are looked at. Raises `PullError`."""
+    return peer_source(catalog, source, peer) if peer else find_source(source)
+
+
+def _pulled(found: Source, source: str, folder: Path | None, name: ModelName, tell: Tell) -> Pulled:
+    """Pull it, with a connection if it is of another box."""
+    with found if isinstance(found, PeerSource) else nullcontext():
+        return pull_found(found, source, folder, name, link=False, tell=tell)
 
 
 def _has(model: Model, folder: Path) -> bool:

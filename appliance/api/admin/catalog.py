@@ -10,11 +10,12 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery
 from litestar.response.base import ASGIResponse
 
+from appliance.access.auth import current
 from appliance.api.admin.config import SloChange
 from appliance.http.bodies import parse
 from appliance.http.errors import BadRequest
 from appliance.http.json import json_answer
-from appliance.service.interface import Watch
+from appliance.service.interface import ModelNotFound, Watch
 from appliance.service.settings import Settings
 
 ADAPTERS: Final = "/adapters/"
@@ -73,6 +74,8 @@ def catalogue_routes(service: Watch, settings: Settings) -> list[HTTPRouteHandle
     @post("/api/models", status_code=200, operation_id="addModel")
     async def add(request: Request[Any, Any, Any]) -> ASGIResponse:
         model = parse(await request.body(), NewModel)
+        if not current.get().allows(model.name):
+            raise ModelNotFound(model.name)  # a key of other models would not know it
         name = await settings.add_model(msgspec.to_builtins(model))
         return json_answer(service.model_activity(name))
 
@@ -88,7 +91,9 @@ def catalogue_routes(service: Watch, settings: Settings) -> list[HTTPRouteHandle
                     "files of adapters are not deleted: leave files out, and delete them yourself",
                     "files",
                 )
+            service.model_activity(base)  # the key may not know it
             return json_answer(await settings.remove_adapter(base, adapter, force=force))
+        service.model_activity(name)
         return json_answer(await settings.remove_model(name, force=force, files=files))
 
     def _is_model(name: str) -> bool:

@@ -66,6 +66,7 @@ def config_routes(service: Watch, settings: Settings) -> list[HTTPRouteHandler]:
         if what != "limits" or not name:
             raise ApiError(404, "PUT /api/models/NAME/... ends with limits", code="not_found")
         limits = parse(await request.body(), ModelLimits)
+        service.model_activity(name)  # the key may not know it
         await settings.change_model(name, msgspec.to_builtins(limits))
         return json_answer(service.model_activity(name))
 

@@ -78,12 +78,9 @@ class OfferedModels:
         a model that the caller does not know."""
         name, path = self._split(target)
         folder = self._folder(name)
-        files = await self._offered(folder)
         if path is None:
-            return json_answer(await self._listed(name, folder, files))
-        if path not in files:
-            raise _no_file(path)
-        return await self._sent(request, files[path])
+            return json_answer(await self._listed(name, folder, await self._offered(folder)))
+        return await self._sent(request, folder, path)
 
     def _split(self, target: str) -> tuple[str, str | None]:
         """A model and the path of a file, None for all of them. Names may have slashes, and so may
@@ -146,8 +143,7 @@ class OfferedModels:
         finally:
             del self._hashing[folder]
 
-    async def _sent(self, request: Request[Any, Any, Any], file: OfferedFile) -> ASGIResponse:
-        part = part_of(request.headers, file.nbytes)
+    async def _sent(self, request: Request[Any, Any, Any], folder: Path, path: str) -> ASGIResponse:
         if self._sending >= MAX_TRANSFERS:
             raise ApiError(
                 503,
@@ -157,6 +153,11 @@ class OfferedModels:
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
         with self._one_more():
+            files = await self._offered(folder)
+            if path not in files:
+                raise _no_file(path)
+            file = files[path]
+            part = part_of(request.headers, file.nbytes)
             try:
                 opened = await self._disk(file.open)
             except FileNotFoundError as error:
@@ -176,12 +177,12 @@ class OfferedModels:
         finally:
             self._sending -= 1
 
-    async def read(self, opened: BinaryIO, nbytes: int) -> bytes:
-        return await self._disk(opened.read, nbytes)
+    def read(self, opened: BinaryIO, nbytes: int) -> asyncio.Future[bytes]:
+        return self._disk.begin(opened.read, nbytes)
 
 
 class _Sent(Streamed):
-    """Sends a file, or a part of it, and closes it."""
+    """Sends a file, or a part of it, and closes it once no thread reads it any more."""
 
     def __init__(
         self, models: OfferedModels, opened: BinaryIO, part: range | None, nbytes: int
@@ -192,28 +193,37 @@ class _Sent(Streamed):
             headers["content-range"] = f"bytes {part.start}-{part.stop - 1}/{nbytes}"
         headers["content-length"] = str(len(whole if part is None else part))
         super().__init__(
-            _pieces(models, opened, whole if part is None else part),
+            self._pieces(whole if part is None else part),
             "application/octet-stream",
             headers,
         )
         self.status_code = 200 if part is None else 206
         self._models = models
         self._opened = opened
+        self._reading: asyncio.Future[bytes] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._opened, self._models._one_more():
-            await super().__call__(scope, receive, send)
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._models._one_more())
+            held.enter_context(self._opened)
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                if self._reading is not None and not self._reading.done():
+                    # The thread goes on, and its descriptor may by then be that of another file.
+                    later = held.pop_all()
+                    self._reading.add_done_callback(lambda _: later.close())
 
-
-async def _pieces(models: OfferedModels, opened: BinaryIO, part: range) -> AsyncIterator[bytes]:
-    opened.seek(part.start)
-    left = len(part)
-    while left:
-        piece = await models.read(opened, min(PIECE_BYTES, left))
-        if not piece:
-            raise EOFError("the file became shorter while it was sent")  # ends the connection
-        left -= len(piece)
-        yield piece
+    async def _pieces(self, part: range) -> AsyncIterator[bytes]:
+        self._opened.seek(part.start)
+        left = len(part)
+        while left:
+            self._reading = self._models.read(self._opened, min(PIECE_BYTES, left))
+            piece = await asyncio.shield(self._reading)
+            if not piece:
+                raise EOFError("the file became shorter while it was sent")  # ends the connection
+            left -= len(piece)
+            yield piece
 
 
 def part_of(headers: Any, nbytes: int) -> range | None:

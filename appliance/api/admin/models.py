@@ -10,6 +10,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from appliance.access.auth import current
 from appliance.api.admin.catalog import NewAdapter
 from appliance.api.admin.model_files import OfferedModels, names_files
 from appliance.errors import alternatives
@@ -46,7 +47,8 @@ def model_admin_routes(service: Service, settings: Settings | None) -> list[HTTP
         try:
             activity = service.model_activity(name)
         except ModelNotFound:
-            removal = None if settings is None else settings.removal(name)
+            knows = current.get().allows(name)
+            removal = settings.removal(name) if settings is not None and knows else None
             if removal is None and names_files(name):
                 return await files.answer(request, name)
             if removal is None:
@@ -59,11 +61,13 @@ def model_admin_routes(service: Service, settings: Settings | None) -> list[HTTP
         name, _, verb = target.removeprefix("/").rpartition("/")
         if name and verb == "adapters" and settings is not None:
             new = parse(await request.body(), NewAdapter)
+            service.model_activity(name)  # the key may not know it
             await settings.add_adapter(name, new.name, new.path)
             return json_answer(service.model_activity(name))
         if not name or verb not in (*verbs, *lasting):
             message = f"POST /api/models/NAME/... ends with {alternatives((*verbs, *lasting))}"
             raise ApiError(404, message, code="not_found")
+        service.model_activity(name)  # the key may not know it
         if verb in lasting:
             await lasting[verb](name)
         else:

@@ -54,9 +54,13 @@ def ollama_pull_routes(service: Inference, settings: Settings | None) -> list[HT
     async def pull(request: Request[Any, Any, Any]) -> ASGIResponse:
         asked = parse(await request.body(), OllamaPull)
         source = _named(asked.model or asked.name)
+        if asked.peer == "":
+            raise BadRequest("from: give the address of a box, or leave it out", "from")
         streams = asked.stream is not False
         add = asked.add is not False
-        if add and _is_served(service, source):
+        # Another box may call a model so; Ollama's clients add it to any name.
+        called = source if asked.peer else source.removesuffix(_LATEST)
+        if add and {source, called} & {card.id for card in service.models()}:
             if not streams:
                 return json_answer(_SUCCESS)
             return WatchResponse(_there(), "application/x-ndjson")
@@ -66,8 +70,7 @@ def ollama_pull_routes(service: Inference, settings: Settings | None) -> list[HT
                 f"/api/pull is not supported: {source} is not served, and models are catalogued in "
                 "the appliance's configuration",
             )
-        source = source.removesuffix(_LATEST)
-        pulling = partial(settings.pull_model, source, "", peer=asked.peer or "", add=add)
+        pulling = partial(settings.pull_model, called, "", peer=asked.peer or "", add=add)
         if streams:
             return WatchResponse(_sent(pulling, add), "application/x-ndjson")
         return json_answer(_done(await pulling(lambda progress: None), add))
@@ -94,11 +97,6 @@ def _named(name: str | None) -> str:
     if not name:
         raise BadRequest("model: a value is required", "model", "missing_field")
     return name
-
-
-def _is_served(service: Inference, name: str) -> bool:
-    served = {card.id for card in service.models()}
-    return name in served or name.removesuffix(_LATEST) in served
 
 
 async def _there() -> AsyncIterator[bytes]:

@@ -237,8 +237,12 @@ class _Bars:
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
+        self._last: Progress | None = None
 
     def __call__(self, progress: Progress) -> None:
+        last, self._last = self._last, progress
+        if progress == last:
+            return  # it still waits
         if not progress.total_bytes:
             self._bars.console.print(_said(progress))
             return

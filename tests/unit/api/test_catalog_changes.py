@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
-from appliance.access.auth import scope_of
-from appliance.access.keys import Scope
+from appliance.access.auth import Access, scope_of
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.api.admin.catalog import NewModel
 from appliance.api.app import create_app
 from appliance.checkpoints import delete
@@ -29,7 +30,7 @@ from appliance.config.loader import load_config
 from appliance.config.schema import Adapter, Model, fields
 from appliance.daemon.reload import LiveConfig
 from appliance.journal import Journal, replay
-from appliance.service.interface import GenerationFailed, ModelExists
+from appliance.service.interface import GenerationFailed, ModelActivity, ModelExists
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
 from appliance.worker import frames
 from tests.patience import PATIENCE_SECONDS
@@ -969,3 +970,39 @@ def test_only_operators_may() -> None:
     paths = ["/api/pull", "/api/delete", "/api/models", "/api/models/{name:path}"]
 
     assert {scope_of(path) for path in paths} == {Scope.ADMIN}
+
+
+async def test_a_key_of_one_model_changes_no_others(
+    box: Box,
+    settings: LiveConfig,
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor adds any that it would not know: it is refused before anything is done."""
+    file = KeyFile(tmp_path / "keys.json")
+    sha256 = digest("sk-of-b")
+    scopes = (Scope.ADMIN,)
+    file.add(Key(name="of-b", sha256=sha256, created_seconds=0.0, scopes=scopes, models=("b",)))
+    access = Access(KeyRing(file.path), wall_clock=time.time)
+    headers = {"x-api-key": "sk-of-b"}
+    leaving = lambda name: ModelActivity(model=name, state="removing")  # noqa: E731
+    monkeypatch.setattr(settings, "removal", leaving)
+    app, before = create_app(box.daemon, settings=settings, access=access), load_config(path)
+    async with unserved(app) as client:
+        for method, target, body in (
+            ("POST", "", {"name": "new", "path": "new"}),
+            ("DELETE", "/a", None),
+            ("DELETE", "/a/adapters/x", None),
+            ("POST", "/a/adapters", {"name": "x", "path": "new"}),
+            ("POST", "/a/pin", None),
+            ("PUT", "/a/limits", {"max_queue": 3}),
+            ("GET", "/gone", None),
+        ):
+            answer = await client.request(
+                method, f"/api/models{target}", json=body, headers=headers
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert load_config(path) == before
+        limited = await client.put("/api/models/b/limits", json={"max_queue": 3}, headers=headers)
+    assert limited.status_code == 200, limited.text

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import http.client
+import io
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -302,3 +303,77 @@ async def test_so_many_files_are_sent_at_once(
     while (after := await client.get(small)).status_code == 503:
         pass  # the box has yet to notice
     assert after.status_code == 200
+
+
+async def test_a_full_box_looks_at_no_files(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused costs it nothing, whatever was asked for."""
+    listings: list[Path] = []
+    offered = model_files.offered
+
+    def counted(folder: Path) -> dict[str, OfferedFile]:
+        listings.append(folder)
+        return offered(folder)
+
+    monkeypatch.setattr(model_files, "offered", counted)
+    monkeypatch.setattr(model_files, "MAX_TRANSFERS", 0)
+    for path in ("config.json", "nothing.json"):
+        refused = await client.get(f"/api/models/b/files/{path}")
+        assert refused.json()["error"]["code"] == "transfers_full"
+    assert listings == []
+    monkeypatch.setattr(model_files, "MAX_TRANSFERS", 1)
+    for status, path in ((404, "nothing.json"), (200, "config.json"), (200, "config.json")):
+        assert (await client.get(f"/api/models/b/files/{path}")).status_code == status
+    assert len(listings) == 3
+
+
+class Slow(io.FileIO):
+    """A file on a disk that answers when `gate` is set."""
+
+    def __init__(self, path: Path, closed: Callable[[], None]) -> None:
+        super().__init__(path)
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.says_closed = closed
+
+    def read(self, size: int | None = -1, /) -> Any:
+        self.begun.set()
+        self.gate.wait()
+        return super().read(-1 if size is None else size)
+
+    def close(self) -> None:
+        super().close()
+        self.says_closed()
+
+
+async def test_a_file_is_closed_when_nothing_reads_it(checkpoint: Path) -> None:
+    """Not when the client hangs up: a thread would go on with the descriptor of another file."""
+    closed = asyncio.Event()
+    file = Slow(checkpoint / "config.json", closed.set)
+    models = model_files.OfferedModels(cast(Any, None))
+    sent = model_files._Sent(models, cast(Any, file), None, 100)
+
+    async def receive() -> Any:
+        await asyncio.to_thread(file.begun.wait)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        assert message["type"] == "http.response.start"
+
+    await sent(cast(Any, {"type": "http"}), receive, send)
+    assert not file.closed
+    assert models._sending == 1
+    file.gate.set()
+    await closed.wait()
+    assert models._sending == 0
+
+
+async def test_a_key_of_other_models_reaches_none(client: httpx.AsyncClient) -> None:
+    """It neither sees what a model does nor changes it, nor has one added."""
+    limited = {"x-api-key": "sk-of-b"}
+    for method, path in (("GET", ""), ("POST", "/drain"), ("POST", "/evict"), ("POST", "/load")):
+        answer = await client.request(method, f"/api/models/org/a{path}", headers=limited)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await client.get("/api/models/b", headers=limited)).json()["model"] == "b"
+    assert not (await client.get("/api/models/org/a")).json()["draining"]
+    assert (await client.post("/api/models/b/drain", headers=limited)).json()["draining"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
+from rich.console import Console
+from rich.progress import Progress as Bars
 from safetensors.numpy import save_file
 
 from appliance.access.auth import Access
@@ -24,11 +28,15 @@ from appliance.api.admin import model_files
 from appliance.api.app import create_app
 from appliance.checkpoints.peers import source as peers
 from appliance.checkpoints.peers.source import PeerSource
-from appliance.checkpoints.pull import pull_found
+from appliance.checkpoints.pull import _part, pull_found
 from appliance.checkpoints.sources import Progress
 from appliance.cli.main import cli
+from appliance.cli.start.pull import _Bars
 from appliance.config.loader import load_config
+from appliance.daemon import reload
 from appliance.daemon.reload import LiveConfig
+from appliance.errors import CheckpointError, PullError
+from appliance.fleet import apply
 from tests.unit.api.test_model_files import FiledBox
 from tests.unit.doubles.daemon import setup_of, small
 from tests.unit.doubles.serving import served
@@ -261,11 +269,17 @@ async def test_a_daemon_pulls_from_boxes_that_its_configuration_names(
 
     target.may_pull_from(peer)
     keyless = await target.ask(**{"from": peer})
-    assert "the one in catalog.peer_key_file has to be one with" in keyless.json()["error"]
+    assert "wants a key (401): set catalog.peer_key_file" in keyless.json()["error"]
     target.may_pull_from(peer, key_file=str(tmp_path / "gone.key"))
     unread = await target.ask(**{"from": peer})
     assert (unread.status_code, "catalog.peer_key_file: " in unread.text) == (422, True)
 
+    secret.write_text("sk-chats")
+    target.may_pull_from(peer, key_file=str(secret))
+    refused = await target.ask(**{"from": peer})
+    assert "the one in catalog.peer_key_file has to be one with" in refused.json()["error"]
+
+    secret.write_text("sk-operator\n")
     target.may_pull_from(f"{peer}/", key_file=str(secret))
     fetched = await target.ask(**{"from": peer, "add": False})
     where = target.config.parent / "models" / "a"
@@ -274,6 +288,65 @@ async def test_a_daemon_pulls_from_boxes_that_its_configuration_names(
     assert [model.name for model in load_config(target.config).models] == ["d"]
     assert (await target.ask(model="b", **{"from": peer})).json() == {"status": "success"}
     assert [model.name for model in load_config(target.config).models] == ["d", "b"]
+
+
+async def test_an_address_that_is_empty_is_refused(target: Target) -> None:
+    """It would be a pull from a hub."""
+    async with httpx.AsyncClient(base_url=target.url) as client:
+        for stream in (False, True):
+            body = {"model": "a", "from": "", "stream": stream}
+            refused = await client.post("/api/pull", json=body)
+            assert (refused.status_code, refused.json()["error"]) == (
+                400,
+                "from: give the address of a box, or leave it out",
+            )
+
+
+async def test_another_box_may_call_a_model_latest(target: Target) -> None:
+    """Its name is asked for as it is; from elsewhere the word is left out, as Ollama adds it."""
+    liar = Liar([told("pytorch_model.bin")])
+    async with served(liar) as port:
+        target.may_pull_from(f"http://127.0.0.1:{port}")
+        await target.ask(model="d:latest", **{"from": f"http://127.0.0.1:{port}"})
+    assert set(liar.asked) == {"/api/models/d:latest/files"}
+    assert (await target.ask(model="d:latest")).json() == {"status": "success"}
+
+
+async def test_the_event_loop_does_not_wait_for_a_source(
+    peer: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is read, and the connection made and closed, in threads."""
+    threads: list[bool] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return call(*arguments)
+
+        return noting
+
+    monkeypatch.setattr(reload, "peer_source", noted(reload.peer_source))
+    for step in ("__enter__", "__exit__"):
+        monkeypatch.setattr(PeerSource, step, noted(getattr(PeerSource, step)))
+    target.may_pull_from(peer)
+    wanting = (await target.ask(**{"from": peer})).json()["error"]
+    assert wanting == f"{peer} wants a key (401): set catalog.peer_key_file"
+    assert threads == [False, False, False]
+
+
+async def test_no_proxy_gets_the_key(
+    peer: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = Liar()
+    async with served(proxy) as port:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        result = await pulled(peer, folder)
+
+    assert result.exit_code == 0, result.output
+    assert proxy.asked == []
 
 
 async def test_a_pull_that_broke_off_goes_on(
@@ -371,6 +444,7 @@ async def test_it_waits_for_digests_and_for_its_turn(
     monkeypatch.setattr(model_files, "DIGEST_SECONDS", 0.0)
     monkeypatch.setattr(peers, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(model_files, "MAX_TRANSFERS", 1)
+    monkeypatch.setattr(model_files, "RETRY_SECONDS", 0)
     with (checkpoint / "more.safetensors").open("wb") as file:
         file.truncate(256 << 20)
     url = f"{peer}/api/models/b/files/more.safetensors"
@@ -393,10 +467,10 @@ async def test_it_waits_for_digests_and_for_its_turn(
     [
         (
             "sk-chats",
-            "refuses the key (403): $APPLIANCE_API_KEY has to be one with the scope admin",
+            "refuses the key (403): the one in $APPLIANCE_API_KEY has to be one with the scope",
         ),
-        ("sk-unknown", "refuses the key (401): $APPLIANCE_API_KEY has"),
-        ("", "refuses the key (401): $APPLIANCE_API_KEY has"),
+        ("sk-unknown", "refuses the key (401): the one in $APPLIANCE_API_KEY has"),
+        ("", "wants a key (401): set $APPLIANCE_API_KEY"),
     ],
 )
 async def test_keys_that_may_not(peer: str, folder: Path, key: str, said: str) -> None:
@@ -415,6 +489,14 @@ async def test_what_cannot_be_asked(peer: str, folder: Path) -> None:
     assert "see that the box runs and is reached" in away.stderr
     for address in ("ftp://box", "box:11500", "http://u:p@box", "http://", "http://box?x=1"):
         assert f"error: --from: {address!r} is no address" in (await pulled(address, folder)).stderr
+    for name in ("a/../../health", "../a", "a/./b", "a/..", "", "a b", "a?x=1"):
+        led = await run("pull", name, "--from", peer, "--dir", folder, "--no-add")
+        assert f"{name!r} cannot be the name of a model of another box" in led.stderr
+    with (
+        PeerSource(peer, "a" * 70_000, "", key_from="the test") as lengthy,
+        pytest.raises(PullError, match=r"broke off \(URL too long\)"),
+    ):
+        lengthy.listing()
     for option in (["--link"], ["--adapter-of", "a"]):
         both = await pulled(peer, folder, *option)
         assert (both.exit_code, f"leave {option[0]} out" in both.stderr) == (2, True)
@@ -428,6 +510,8 @@ class Liar:
     body: bytes = b""
     status: int = 200
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    full: list[tuple[str, str]] = field(default_factory=list)
+    """Codes of refusals of a file, with the seconds to wait, before it comes."""
     asked: list[str] = field(default_factory=list)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -438,6 +522,10 @@ class Liar:
         if scope["path"].endswith("/files") and self.files:
             body = json.dumps({"files": self.files}).encode()
         start = {"type": "http.response.start", "status": self.status, "headers": self.headers}
+        if not scope["path"].endswith("/files") and self.full:
+            code, after = self.full.pop(0)
+            body = json.dumps({"error": {"code": code, "message": f"it is {code}"}}).encode()
+            start |= {"status": 503, "headers": ((b"retry-after", after.encode()),)}
         await send(start)
         await send({"type": "http.response.body", "body": body})
 
@@ -447,11 +535,18 @@ def told(path: str, **fields: Any) -> dict[str, Any]:
     return {"path": path, "bytes": 2, "modified": 1, "sha256": sha256} | fields
 
 
+def wrong(message: object) -> Liar:
+    return Liar(body=json.dumps({"error": {"message": message}}).encode(), status=404)
+
+
 LIES: dict[str, tuple[Liar, str]] = {
     "out": (Liar([told("../x.json"), told(WEIGHTS)]), "'../x.json' leads out of it"),
     "root": (Liar([told("/etc/x.json"), told(WEIGHTS)]), "leads out of it"),
     "size": (Liar([told(WEIGHTS, bytes=-1)]), "a size or a time that no file has"),
     "time": (Liar([told(WEIGHTS, modified=1 << 70)]), "a size or a time that no file has"),
+    "path": (Liar([told("x" * 4097), told(WEIGHTS)]), "has a name, a size or a time that no file"),
+    "no text": (Liar(body=b'{"files": [{"path": "\xff"}]}'), "is no appliance that offers files"),
+    "deep": (Liar(body=b'{"x":' + b"[" * 100_000), "is no appliance that offers files"),
     "twice": (Liar([told(WEIGHTS), told(WEIGHTS)]), "lists a file twice"),
     "pickle": (Liar([told("pytorch_model.bin")]), "is a pickle, which may run code"),
     "longer": (Liar([told(WEIGHTS)], b"{}{}"), "is longer than its 2 bytes"),
@@ -460,6 +555,13 @@ LIES: dict[str, tuple[Liar, str]] = {
     "no list": (Liar(body=b'{"models": []}'), "is no appliance that offers files"),
     "no end": (Liar(body=b" " * (17 << 20)), "answers with more than"),
     "html": (Liar(body=b"<html>", status=502), "(502): correct --from, or update"),
+    "bytes": (Liar(body=b'{"error": "\xff"}', status=404), "(404): correct --from, or update"),
+    "nested": (Liar(body=b"[" * 100_000, status=404), "(404): correct --from, or update"),
+    "text": (Liar(body=b'{"error": "no"}', status=404), "(404): correct --from, or update"),
+    "number": (wrong(7), "(404): correct --from, or update"),
+    "escape": (wrong("\x1b[2J"), "(404): correct --from, or update"),
+    "lengthy": (wrong("x" * 501), "(404): correct --from, or update"),
+    "short": (wrong("x" * 500), f"(404): {'x' * 500}\n"),
     "away": (Liar(status=302, headers=((b"location", b"http://192.0.2.1/"),)), "(302): correct"),
 }  # fmt: skip
 
@@ -485,6 +587,73 @@ async def test_digests_that_never_come(folder: Path, monkeypatch: pytest.MonkeyP
         result = await pulled(f"http://127.0.0.1:{port}", folder)
 
     assert "tells no SHA-256 of model.safetensors; pull again later" in result.stderr
+
+
+def fetched(url: str, folder: Path) -> list[Progress]:
+    """What a pull tells of, to its end; the file of a liar is no checkpoint."""
+    told_of: list[Progress] = []
+    with (
+        PeerSource(url, "a", "", key_from="the test") as found,
+        pytest.raises((PullError, CheckpointError)) as error,
+    ):
+        pull_found(found, found.address, folder, "a", link=False, tell=told_of.append)
+    told_of.append(Progress(str(error.value)))
+    return told_of
+
+
+async def test_a_pull_that_waits_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its turn, and for a digest; else `fleet apply` would take it for dead."""
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(peers, "TELL_SECONDS", 0.0)
+    liar = Liar([told(WEIGHTS)], b"{}", full=[("transfers_full", "2")] * 3)
+    async with served(liar) as port:
+        turns = await asyncio.to_thread(fetched, f"http://127.0.0.1:{port}", folder)
+    assert [one.status for one in turns].count("waiting") == 3
+    assert Progress("waiting", WEIGHTS) in turns
+
+    monkeypatch.setattr(peers, "PATIENCE_SECONDS", 0.01)
+    async with served(Liar([told("a.json"), told(WEIGHTS, sha256=None)], b"{}")) as port:
+        digests = await asyncio.to_thread(fetched, f"http://127.0.0.1:{port}", folder / "b")
+    assert Progress("waiting", WEIGHTS) in digests
+    assert "tells no SHA-256" in digests[-1].status
+
+
+def test_a_terminal_is_told_once_that_a_pull_waits() -> None:
+    shown = io.StringIO()
+    with Bars(console=Console(file=shown)) as bars:
+        tell = _Bars(bars)
+        for _ in range(3):
+            tell(Progress("waiting", WEIGHTS))
+        tell(Progress("fetching", WEIGHTS, 1, 2))
+        tell(Progress("waiting", WEIGHTS))
+    assert shown.getvalue().count(f"waiting {WEIGHTS}") == 2
+
+
+def test_apply_has_more_patience_than_a_pull() -> None:
+    """Of the constants as they ship."""
+    assert peers.TELL_SECONDS < peers.PATIENCE_SECONDS < apply.SILENCE_SECONDS
+
+
+async def test_a_refusal_says_how_long_to_wait(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within bounds; a box that refuses for another reason is not asked again."""
+    waited: list[float] = []
+    monkeypatch.setattr(peers._Wait, "__call__", lambda self, seconds: waited.append(seconds))
+    full = [("transfers_full", after) for after in ("2", "0", "9999", "-1", "soon", "")]
+    liar = Liar([told(WEIGHTS)], b"{}", full=[*full, ("draining", "1"), ("draining", "1")])
+    async with served(liar) as port:
+        url = f"http://127.0.0.1:{port}"
+        last = (await asyncio.to_thread(fetched, url, folder))[-1].status
+    assert waited == [2.0, 0.5, 10.0, 0.5, 0.5, 0.5]
+    assert last == f"{url} does not give a (503): it is draining"
+
+
+async def test_a_second_pull_of_a_name_is_told_to_wait(peer: str, folder: Path) -> None:
+    with _part(folder / ".a.part"):
+        result = await pulled(peer, folder)
+
+    assert "wait until it is over, then pull again" in result.stderr
 
 
 async def test_several_pulls_at_once(peer: str, folder: Path, checkpoint: Path) -> None:

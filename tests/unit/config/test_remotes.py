@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from appliance.cli.main import cli
 from appliance.config.checks import warnings
 from appliance.config.diff import as_written, changes
 from appliance.config.loader import load_config
-from appliance.config.remotes import remote_models
+from appliance.config.remotes import SecretUnusable, read_secret, remote_models
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints
 from appliance.errors import ConfigError, Problem
@@ -156,6 +157,13 @@ def test_a_file_that_others_can_read_is_a_warning(tmp_path: Path, secret: Path) 
     (found,) = [one for one in warnings(config) if "far" in one]
     assert found.startswith("model.far.remote_key_file: others than its owner can read")
     assert "chmod 600" in found
+
+
+def test_a_pipe_is_no_file_of_a_key(tmp_path: Path) -> None:
+    """It is refused at once: nothing may ever be written to it."""
+    os.mkfifo(tmp_path / "far.key")
+    with pytest.raises(SecretUnusable, match="is no file"):
+        read_secret(str(tmp_path / "far.key"))
 
 
 def test_a_reload_applies_all_of_it(tmp_path: Path) -> None:
