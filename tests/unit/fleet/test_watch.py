@@ -31,7 +31,7 @@ def polled(ready: int = 200, load: int = 200, body: object = LOAD, said: bytes =
 
 
 def box_at(name: str, port: int) -> Box:
-    return Box(name, "127.0.0.1", port)
+    return Box(name, f"http://127.0.0.1:{port}", "127.0.0.1", port)
 
 
 async def at_once(seconds: float) -> None:
