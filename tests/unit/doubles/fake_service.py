@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 
 from appliance.engines.protocol import NO_TOKEN, GuideRefused, Produced, Verdict
+from appliance.observability.metrics import Metrics
 from appliance.service.front_frames import FrontModel
 from appliance.service.interface import (
     Activity,
@@ -139,6 +140,7 @@ class FakeService:
         self.catalogue = SimpleNamespace(on_change=None)
         """Which does not change."""
         self.remotes = RemoteModels()
+        self.metrics_of_run = Metrics()
         self._cards = {
             name: ModelCard(
                 id=name,
