@@ -32,7 +32,6 @@ MESSAGES: Final = "/v1/messages"
 _COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 _OLLAMA: Final = ("/api/chat", "/api/generate")
 _LOGPROBS: Final = "logprobs"
-_FULL: Final = "remote_answers_full"
 AnyTranslation: TypeAlias = Messages | OllamaChat
 TRANSLATED: Final = frozenset({MESSAGES, *_OLLAMA})
 """Endpoints of other dialects than OpenAI's."""
@@ -207,7 +206,7 @@ async def _send_whole(
             "answers that are translated take all memory that bodies may have (api.max_bodies); "
             f"try again later, ask for a stream, or ask for the model with {asked.path}"
         )
-        full = ApiError(503, message, code=_FULL, headers={"Retry-After": "1"})
+        full = ApiError(503, message, code="remote_answers_full", headers={"Retry-After": "1"})
         raise CallRefused(as_refused(full, call.number)) from error
     except BodyTooLarge as error:  # so it is each time, and each time the server computes it
         message = (
@@ -215,7 +214,9 @@ async def _send_whole(
             f"{CLIENT_SHARE} of api.max_bodies, which an operator may raise; ask for a stream, or "
             f"ask for the model with {asked.path}"
         )
-        raise CallRefused(as_refused(ApiError(503, message, code=_FULL), call.number)) from error
+        raise CallRefused(
+            as_refused(ApiError(503, message, code="remote_answers_full"), call.number)
+        ) from error
     except ApiError as error:
         raise CallRefused(as_refused(error, call.number)) from error
     await send_json(send, data)

@@ -10,7 +10,7 @@ from appliance.daemon.requests import REJECTION_STATUS
 from tests.fuzz.documented import codes
 
 SOURCES = Path(__file__).parents[3] / "appliance"
-ANSWERS = {"ApiError", "GenerationFailed", "Refused", "refused"}
+ANSWERS = {"ApiError", "GenerationFailed", "Refused", "ServerFailed", "refused"}
 """What makes the answer to a client of a status and a code, or a frame that becomes one."""
 
 

@@ -259,7 +259,10 @@ async def test_a_box_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
         partialmethod(Dashboard.run_async, headless=True, auto_pilot=in_box),
     )  # fmt: skip
     async with served(create_app(FakeService())) as port:
-        boxes = [Box("gone", "127.0.0.1", 9), Box("here", "127.0.0.1", port)]
+        boxes = [
+            Box("gone", "http://127.0.0.1:9", "127.0.0.1", 9),
+            Box("here", f"http://127.0.0.1:{port}", "127.0.0.1", port),
+        ]
         await start._run(BoxWatch(boxes, None), None, False, "dark", "here")
 
     url = f"http://127.0.0.1:{port}"
