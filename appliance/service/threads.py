@@ -28,7 +28,7 @@ async def in_own_thread(act: Callable[[], T], name: str) -> T:
         result, failure = None, None
         try:
             result = act()
-        except Exception as error:
+        except Exception as error:  # whatever it is, the caller has to have it
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, failure)

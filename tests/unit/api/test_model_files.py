@@ -197,14 +197,14 @@ async def test_a_folder_that_is_a_link_is_not_looked_into(
 async def test_only_keys_that_an_admin_gave_the_scope(client: httpx.AsyncClient, path: str) -> None:
     """And of these, none whose models are others."""
     statuses = {}
-    for name in (*SCOPES, "nobody", ""):
+    for name in (*SCOPES, "unknown", ""):
         answer = await client.get(path, headers={"x-api-key": f"sk-{name}"})
         statuses[name] = answer.status_code
     del client.headers["x-api-key"]
     statuses["none"] = (await client.get(path)).status_code
 
     assert statuses == {
-        "operator": 200, "chats": 403, "graphs": 403, "of-b": 404, "nobody": 401, "": 401,
+        "operator": 200, "chats": 403, "graphs": 403, "of-b": 404, "unknown": 401, "": 401,
         "none": 401,
     }  # fmt: skip
 

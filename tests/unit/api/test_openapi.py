@@ -203,7 +203,7 @@ async def test_answers_are_as_described(client: httpx.AsyncClient, one: Operatio
 )
 async def test_names_that_there_are_not(client: httpx.AsyncClient, one: Operation) -> None:
     """Are told with 404."""
-    path = one.path.replace("{name}", "nobody")
+    path = one.path.replace("{name}", "unknown")
 
     answer = await client.request(one.method, path, json=BODIES.get(one.path))
 

@@ -363,7 +363,7 @@ async def test_what_is_aborted_is_not_reported_again(house: House) -> None:
         front.submit(call, name)
     a, b, c = house.service.submitted
     a.feed([1])
-    front.abort("a", "nobody", reason=FinishReason.STOP)
+    front.abort("a", "unknown", reason=FinishReason.STOP)
     front.leave(second)
     a.feed([2])
     await settled()
@@ -426,7 +426,7 @@ async def test_a_client_that_does_not_read_is_reported(house: House) -> None:
     front = house.front()
     front.submit(front.call(), "r")
     (generation,) = house.service.submitted
-    front.say(Reading(["r", "nobody"], reads=False))
+    front.say(Reading(["r", "unknown"], reads=False))
     front.say(Reading(["r"], reads=True))
     assert generation.reads == [False, True]
 
@@ -454,7 +454,7 @@ async def test_a_request_without_a_call_is_refused(house: House) -> None:
     assert house.service.submitted == []
 
 
-@pytest.mark.parametrize("model", ["org/small", "nobody"])
+@pytest.mark.parametrize("model", ["org/small", "unknown"])
 async def test_a_model_that_a_key_does_not_know(house: House, model: str) -> None:
     """Is not there."""
     front = house.front()
