@@ -111,17 +111,22 @@ def plan(
     most: int | None = None,
     must_fit: bool = False,
 ) -> list[Step]:
-    """Steps from `homes` (who holds what now), the most useful first, `most` of them at most.
+    """Steps from `homes` (who holds what now), the most useful first, `most` of them at most, or
+    one for each box and model.
 
-    Models that no box holds come first, the largest demand before others. Then boxes that are
-    short of memory give up what others hold, the least demand first. Then, while a box can be
-    relieved (`GAIN`), the one with the highest pressure first, a model of it moves; if no move is
-    worth it, one is copied; if no copy is, the box gives up a model that others hold. With
+    Models that no box holds come first, the largest demand before others. Then, and after each
+    step that follows, boxes that are short of memory give up what others hold, the least demand
+    first. While a box can be relieved (`GAIN`), the one with the highest pressure first, a model of
+    it moves; if no move is worth it, one is copied; if no copy is, the box gives up a model that
+    others hold. With
     `must_fit`, a box takes no model that its memory has no room for. Each step takes
     O(models of a box x boxes)."""
     draft = _Draft(boxes, models, homes, must_fit)
-    steps = [*draft.firsts(), *draft.spared()]
-    while most is None or len(steps) < most:
+    steps = draft.firsts()
+    if most is None:
+        most = len(boxes) * len(models)
+    while len(steps) < most:
+        steps += draft.spared()  # each step may leave a box short of memory
         step = draft.relief()
         if step is None:
             break
@@ -215,11 +220,10 @@ class _Draft:
             held = [self._models[model] for model in self._held[name]]
             for model in sorted(held, key=lambda one: (one.demand, one.name)):
                 used = self._loads[name].weight_bytes
-                if used <= (1 - FREE_SHARE) * box.memory_bytes:
+                if not self._short(name):
                     break
                 rest = self._homes[model.name] - {name}
-                devices = sum([self.boxes[other].devices for other in rest])
-                if not rest or model.demand > FREE_SHARE * devices:
+                if not self._suffices(model, rest):
                     continue
                 self._place(model, rest)
                 left = max(0.0, 1 - used / max(1, box.memory_bytes))
@@ -234,6 +238,15 @@ class _Draft:
                     )
                 )
         return steps
+
+    def _suffices(self, model: ModelNeed, homes: frozenset[str]) -> bool:
+        """Whether a box short of memory need not hold the model besides these."""
+        devices = sum([self.boxes[name].devices for name in homes])
+        return bool(homes) and model.demand <= FREE_SHARE * devices
+
+    def _short(self, name: str, more_bytes: int = 0) -> bool:
+        box, used = self.boxes[name], self._loads[name].weight_bytes + more_bytes
+        return used > (1 - FREE_SHARE) * box.memory_bytes
 
     def relief(self) -> Step | None:
         """The best step for the box with the highest pressure, or for the next one that can be
@@ -279,6 +292,8 @@ class _Draft:
             if kind is Kind.MOVE:
                 left = self.pressure(name, load.plus(-share, -size))
                 met = self.pressure(other, self._loads[other].plus(share, size))
+            elif self._suffices(model, homes) and self._short(other, size):
+                continue  # it would give it up again
             else:  # the box itself has to be relieved as much
                 left = met = self._worst(model, homes, homes | {other})
             found.append(_Candidate(max(left, met), met, size, model.name, other, kind))

@@ -86,6 +86,16 @@ def test_a_box_short_of_memory_gives_up_what_others_hold() -> None:
     assert steps[0].moved_bytes == 0
 
 
+def test_a_box_that_a_move_leaves_short_gives_up_a_copy() -> None:
+    """In the same plan, not in the one after it."""
+    needs = [need("a", 0.5, 40), need("b", 0.5, 30), need("c", 0.0, 10), need("d", 0.0, 45)]
+    homes = on(a="b0", b="b0", c="b0 b1", d="b1")
+    steps = plan(boxes(2), needs, homes)
+
+    assert shown(steps) == [("move", "b", "b0", "b1"), ("drop", "c", "b1", None)]
+    assert plan(boxes(2), needs, after(homes, steps)) == []
+
+
 def test_pins_go_only_where_they_may_and_fit() -> None:
     """A model is not pinned on a box that does not serve it, nor where there is no room."""
     needs = [
