@@ -205,6 +205,8 @@ class ModelActivities:
                 for each in self._names_of(name)
             },
             asked_models=found.asked_models,
+            resident_models=found.resident_models,
+            coming_models=found.coming_models,
             attainment=1 - late / tokens if tokens else None,
             draining=draining,
             version=Load.version_of(catalogue, resident),

@@ -37,6 +37,8 @@ BOX_HEADER: Final = b"x-appliance-box"
 """Which box has answered."""
 LOADS_PATH: Final = "/api/fleet"
 REFUSALS: Final = frozenset({429, 503})
+MOST_HELD_BYTES: Final = 1 << 20
+"""Of an answer that is no stream: if it breaks off, the client gets an error in its place."""
 _MOST_REFUSAL_BYTES: Final = 1 << 20
 _OF_ANY_BOX: Final = frozenset(
     {"/", "/livez", "/health", "/readyz", "/version", "/api/version", "/openapi.json", "/docs"}
@@ -208,11 +210,24 @@ class _Client:
 
     async def stream(self, head: Head, items: AsyncGenerator[Item, None]) -> None:
         """An answer as it comes. One that breaks off ends with an error, if its format has a place
-        for that; else the connection ends before its time."""
-        await self._start(head.status, [*head.headers, (BOX_HEADER, head.box.encode())])
+        for that; else the connection ends before its time. JSON has none, and begins when it is
+        whole, or when `MOST_HELD_BYTES` of it are there. Raises `ApiError` if it breaks off before
+        it has begun."""
+        headers = [*head.headers, (BOX_HEADER, head.box.encode())]
+        held = bytearray() if _kind(head) == b"application/json" else None
+        if held is None:
+            await self._start(head.status, headers)
         line_ended = True
         async for item in items:
             match item:
+                case bytes() if held is not None:
+                    held += item
+                    if len(held) > MOST_HELD_BYTES:
+                        await self._start(head.status, headers)
+                        await self._bytes(bytes(held))
+                        held = None
+                case Failed() if held is not None:
+                    raise _broken(item)
                 case bytes():
                     if item:
                         line_ended = item.endswith(b"\n")
@@ -222,10 +237,12 @@ class _Client:
                     if last is None:
                         raise ConnectionAbortedError(item.reason)
                     await self._bytes(last)
-        await self._reply({"type": "http.response.body", "body": b""})
+        if held is not None:
+            await self._start(head.status, headers)
+        await self._reply({"type": "http.response.body", "body": bytes(held or b"")})
 
     def _last_words(self, head: Head, error: ApiError, line_ended: bool) -> bytes | None:
-        kind = dict(head.headers).get(b"content-type", b"").partition(b";")[0].strip()
+        kind = _kind(head)
         said = shape_of(self.path)(error, self.header(b"x-request-id").decode("latin-1"))
         if kind == b"application/x-ndjson":
             return (b"" if line_ended else b"\n") + said + b"\n"
@@ -241,6 +258,10 @@ class _Client:
 
     async def _bytes(self, body: bytes) -> None:
         await self._reply({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _kind(head: Head) -> bytes:
+    return dict(head.headers).get(b"content-type", b"").partition(b";")[0].strip()
 
 
 def _broken(failed: Failed) -> ApiError:

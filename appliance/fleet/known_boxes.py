@@ -5,13 +5,13 @@ Sans-IO: it turns that into the words of `appliance.fleet.ranking`, whose rule r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from appliance.fleet.calls import Hint
-from appliance.fleet.ranking import BoxLoad, BoxState, Choose, FleetRequest
+from appliance.fleet.ranking import LATELY_SECONDS, BoxLoad, BoxState, Choose, FleetRequest
 from appliance.vocabulary import ModelName, Word
 
 UNSEEN_SECONDS: Final = 2.0
@@ -69,7 +69,7 @@ class KnownBoxes:
         """Keys of the boxes for a request, the best first. Boxes that refused it come only if
         nothing else is left, and a box without the model only if no box is known to have it."""
         boxes = {key: self._state(key, report) for key, report in reports.items()}
-        model = _served_name(hint.model, boxes.values())
+        model = _served_name(hint.model, [box.load for box in boxes.values()])
         left = {key: box for key, box in boxes.items() if box.name not in hint.excluded}
         holders = {key: box for key, box in left.items() if model in box.load.catalogue}
         keys = self._in_order(FleetRequest(model=model, session=hint.session), holders)
@@ -94,7 +94,7 @@ class KnownBoxes:
 
     def sent(self, key: str, request: str, model: ModelName) -> None:
         """A request goes to a box."""
-        now = self._now()
+        now, model = self._now(), _served_name(model, [load for _, load in self._loads.values()])
         self._under_way.setdefault(key, {})[request] = _Sent(now, model)
         self._asked.setdefault(key, {})[model] = now
 
@@ -112,24 +112,30 @@ class KnownBoxes:
         body = report.get("load") or b""
         if (cached := self._loads.get(key)) is None or cached[0] is not body:
             cached = self._loads[key] = (body, read_load(body))
-        since = self._now() - UNSEEN_SECONDS
+        now = self._now()
+        since = now - UNSEEN_SECONDS
         asked = self._asked.setdefault(key, {})
-        for model in [model for model, at in asked.items() if at < since]:
+        for model in [model for model, at in asked.items() if at < now - LATELY_SECONDS]:
             del asked[model]
         sent = [one for one in self._under_way.get(key, {}).values() if one.at >= since]
-        models = {model: sum(one.model == model for one in sent) for model in asked}
+        models = {
+            model: sum(one.model == model for one in sent)
+            for model, at in asked.items()
+            if at >= since
+        }
         return BoxState(
             name=report.get("box", key),
             load=cached[1],
             dead=bool(report.get("dead", not body)),
             sent=len(sent),
             sent_models=models,
+            lately=frozenset(asked),
         )
 
 
-def _served_name(model: ModelName, boxes: Any) -> ModelName:
+def _served_name(model: ModelName, loads: Iterable[BoxLoad]) -> ModelName:
     """The name in catalogues of what a client calls `model`."""
     short = model.removesuffix(_LATEST)
-    if short != model and not any(model in box.load.catalogue for box in boxes):
+    if short != model and not any(model in load.catalogue for load in loads):
         return short
     return model

@@ -8,6 +8,10 @@ of it is first; of those where it is in the host cache or on disk, the one that 
 fewest other models. So models gather on boxes that hold all they are asked for, instead of taking
 turns on each.
 
+A box that is asked for more models than its devices hold goes on taking turns until requests of one
+of them go elsewhere. So they do where a box has the model in its host cache, and a resident model
+that has no requests: the model comes there once, for the price of one turn.
+
 Boxes that are alike in that get requests by their load, then by the age of their queue, and ties go
 by model, or by prefix or session. A router knows what it has sent to a box since the box was asked
 last, and counts that (`BoxState.sent`): otherwise all requests between two polls would go to the
@@ -31,6 +35,8 @@ CROWDED_FACTOR, CROWDED_SLACK = 1.5, 4
 """A box is crowded with more requests than so many times the mean of the boxes and so many more;
 then others come first. The age of its queue does not say that: a request whose model is read from
 disk waits longest, on a box that has little to do."""
+LATELY_SECONDS = 30.0
+"""A model that had requests so lately will have more: its place is not free."""
 TIE_FACTOR, TIE_SLACK = 1.25, 2
 """Boxes tie whose requests are at most so many times those of the least busy one, and so many
 more."""
@@ -57,7 +63,11 @@ class BoxLoad(Word, frozen=True, kw_only=True):
     requests_by_model: Mapping[ModelName, int] = {}
     """Those that have not ended, by all names of models that have any."""
     asked_models: int = 0
-    """So many models have any."""
+    """So many models have any,"""
+    resident_models: int = 0
+    """so many are resident, whatever names they have,"""
+    coming_models: int = 0
+    """and so many are coming."""
     attainment: float | None = None
     """Share of late requests that met their SLO targets; None if there were none."""
     draining: bool = False
@@ -76,6 +86,8 @@ class BoxState(Word, frozen=True, kw_only=True):
     """Requests that the router sent to it since the last poll."""
     sent_models: Mapping[ModelName, int] = {}
     """The same by model: they are coming there now."""
+    lately: frozenset[ModelName] = frozenset()
+    """Models of which the router sent it requests in the last `LATELY_SECONDS`."""
 
     def takes(self, model: ModelName) -> bool:
         """Whether a request of the model may go there."""
@@ -96,9 +108,19 @@ class BoxState(Word, frozen=True, kw_only=True):
         sent = [one for one, number in self.sent_models.items() if number and one not in known]
         return self.load.asked_models - (model in known) + len(sent) - (model in sent)
 
+    def holds_all_and(self, model: ModelName) -> bool:
+        """Whether the devices hold as many models as other ones have requests, and this one. Models
+        count as equal."""
+        return self.others_asked_for(model) < max(1, self.load.resident_models)
+
+    def has_room_for(self, model: ModelName) -> bool:
+        """The same, where models count, too, that had requests lately: they will have more."""
+        others = max(self.others_asked_for(model), len(self.lately - {model}))
+        return others < max(1, self.load.resident_models)
+
     def others_coming(self, model: ModelName) -> bool:
         """Whether models other than this one are to come to its devices."""
-        if len(self.load.coming) > (model in self.load.coming):
+        if self.load.coming_models > (model in self.load.coming):
             return True
         return any(one != model and one not in self.load.resident for one in self.sent_models)
 
@@ -189,14 +211,15 @@ def _able(request: FleetRequest, boxes: Sequence[BoxState]) -> list[BoxState]:
     return [box for box in boxes if box.takes(request.model)]
 
 
-def _rank(box: BoxState, model: ModelName) -> tuple[Nearness, int]:
+def _rank(box: BoxState, model: ModelName) -> tuple[Nearness, bool, int]:
     """Less is better. O(models that have requests there)."""
     near = nearness(box, model)
     if near >= Nearness.HOST:
-        return near, box.others_asked_for(model)
+        moves_there = near is Nearness.HOST and box.has_room_for(model)
+        return (Nearness.COMING if moves_there else near), moves_there, box.others_asked_for(model)
     if near is Nearness.COMING or box.others_coming(model):
-        return Nearness.COMING, -box.requests_of(model)
-    return near, -box.requests_of(model)
+        near = Nearness.COMING if box.holds_all_and(model) else Nearness.HOST
+    return near, False, -box.requests_of(model)
 
 
 def _nearest(model: ModelName, able: Sequence[BoxState]) -> list[BoxState]:

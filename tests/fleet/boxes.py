@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from appliance.demo.run import metrics_by_model
 from tests.patience import PATIENCE_SECONDS, until
 
@@ -73,9 +75,15 @@ class BoxProcess:
             self.process.wait(PATIENCE_SECONDS)
 
     def switches(self) -> float:
-        """How often a model's weights came to the device so far."""
+        """How often another model began to compute so far, also of those on the device."""
         rows = metrics_by_model(self.url)
         return sum(n for (name, _), n in rows.items() if name == "appliance_switches_total")
+
+    def loads(self) -> float:
+        """How often a model's weights came to the device so far."""
+        series = 'appliance_transfer_seconds_count{kind="weights"} '
+        text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(series))
 
     def ended(self, model: str) -> float:
         """Requests for a model that have ended."""

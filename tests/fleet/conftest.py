@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +54,18 @@ class Fleet:
         )
 
     def kill_node(self, name: str) -> None:
-        """As if its machine lost power: nothing of Ray on it ends in order."""
-        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+        """As if its machine lost power: nothing of Ray on it ends in order, and all of it is gone
+        when this returns. By themselves Ray's workers notice later, and answer meanwhile."""
+        import psutil  # Ray's own: it is there once Ray is imported
+
+        node = self.nodes.pop(name)
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        workers = raylet.children(recursive=True)
+        self.cluster.remove_node(node, allow_graceful=False)
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+        psutil.wait_procs(workers)
 
     def deploy(self, policy: str) -> None:
         """The application anew, and every box in it."""
@@ -71,6 +82,14 @@ class Fleet:
         """Boxes that answer through the fleet and are not draining."""
         rows = httpx.get(f"{self.url}/api/fleet", timeout=60).json().get("boxes", [])
         return [row["box"] for row in rows if row["load"] and not row["load"]["draining"]]
+
+    def loads(self) -> float:
+        """Of weights, on all boxes so far."""
+        return sum(box.loads() for box in self.boxes.values())
+
+    def switches(self) -> float:
+        """On all boxes so far."""
+        return sum(box.switches() for box in self.boxes.values())
 
     def client(self, url: str = "") -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)

@@ -11,8 +11,9 @@ from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import running_daemon
 
-HOST_CACHE, MEMORY = "256MiB", "48MiB"
-"""The pool has room for about two of these models, the host cache for all."""
+HOST_CACHE, MEMORY = "256MiB", "64MiB"
+"""The pool has room for two of these models and the KV of their requests, not for all four of a
+box; the host cache for all."""
 DRAIN = '[api]\ndrain = "300s"\n'
 """Whatever has begun when a box is to end, ends well."""
 KEYS = 'keys = "{keys}"\nopen_metrics = true\n'

@@ -1,4 +1,4 @@
-"""A hundred clients at three boxes: the same answers, fewer switches, nothing lost in silence."""
+"""A hundred clients at three boxes: the same answers, fewer loads, nothing lost in silence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_SECONDS
 
 CLIENTS = 100
 ROUNDS = 2
-MOST_SWITCHES = 0.6
+MOST_LOADS = 0.6
 """Of those of random routing."""
 
 
@@ -68,30 +68,29 @@ def wrong(outcomes: Sequence[Outcome], known: dict[Question, str]) -> list[Outco
 
 
 def clear(outcome: Outcome) -> bool:
-    """Whether an error says what has happened, or a connection ended where nothing can be said."""
-    said = outcome.error
-    if said.startswith("cut off: RemoteProtocolError"):
-        return not DIALECTS[outcome.question.dialect].streamed
-    return any(words in said for words in ("gave no whole answer", "shutting_down", "stopping"))
+    """Whether an error says what has happened."""
+    said = ("gave no whole answer", "shutting_down", "stopping")
+    return any(words in outcome.error for words in said)
 
 
 async def test_answers_are_those_of_a_box_and_models_stay_where_they_are(fleet: Fleet) -> None:
-    """Random routing first, then the fleet's rule, on the same load."""
+    """Random routing first, then the fleet's rule, on the same load. Loads of weights are counted:
+    switches between models that are both on the device cost nothing."""
     asked = questions(MODELS, CLIENTS * ROUNDS)
     known = await expected(fleet, asked)
-    switches: dict[str, float] = {}
+    loads: dict[str, float] = {}
     for policy in ("random", "residency_prefix"):
         fleet.deploy(policy)
-        begin = sum(box.switches() for box in fleet.boxes.values())
+        begin = fleet.loads(), fleet.switches()
         outcomes, _ = await load(fleet, asked)
-        switches[policy] = sum(box.switches() for box in fleet.boxes.values()) - begin
+        loads[policy] = fleet.loads() - begin[0]
+        print(f"\n{policy}: {loads[policy]} loads, {fleet.switches() - begin[1]} switches")
 
         assert [o.error for o in outcomes if o.text is None] == []
         assert wrong(outcomes, known) == []
         assert {o.question.dialect for o in outcomes} == set(DIALECTS)
         assert set(Counter(o.box for o in outcomes)) == set(CATALOGUES)
-    print(f"\nswitches: {switches}, ratio {switches['residency_prefix'] / switches['random']:.2f}")
-    assert switches["residency_prefix"] <= MOST_SWITCHES * switches["random"], switches
+    assert loads["residency_prefix"] <= MOST_LOADS * loads["random"], loads
 
 
 async def test_lists_have_the_models_of_all_boxes(fleet: Fleet) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from appliance.errors import LabError
-from appliance.fleet.ranking import BoxLoad, BoxState, Choose, FleetRequest
+from appliance.fleet.ranking import LATELY_SECONDS, BoxLoad, BoxState, Choose, FleetRequest
 from appliance.lab.experiments.run import Contender, Setting, Trial, machine_for
 from appliance.lab.sim.recorder import Recorder
 from appliance.lab.sim.simulator import BoxSimulation, SimulationRun
@@ -162,6 +162,8 @@ class _Router:
     fleet: FleetSetting
     choose: Choose
     states: list[BoxState] = field(default_factory=list)
+    asked: dict[str, dict[ModelName, float]] = field(default_factory=dict)
+    """By box: when a request of each model was sent there last."""
     sent: Counter[int] = field(default_factory=Counter)
     """Requests by box."""
     last: dict[str, int] = field(default_factory=dict)
@@ -177,7 +179,13 @@ class _Router:
         self._numbers = {box.name: number for number, box in enumerate(self.boxes)}
 
     def poll(self, now: float) -> None:
-        self.states = [box.state(now) for box in self.boxes]
+        self.states = [
+            replace(box.state(now), lately=self._lately(box.name, now)) for box in self.boxes
+        ]
+
+    def _lately(self, box: str, now: float) -> frozenset[ModelName]:
+        times = self.asked.get(box, {})
+        return frozenset([model for model, at in times.items() if at >= now - LATELY_SECONDS])
 
     def send(self, arrival: Arrival) -> None:
         session = f"{arrival.model}/{self._sessions.randrange(self.fleet.sessions)}"
@@ -187,7 +195,9 @@ class _Router:
             raise LabError(f"no box may take a request of {arrival.model}")
         number = self._numbers[state.name]
         models = {**state.sent_models, arrival.model: state.sent_models.get(arrival.model, 0) + 1}
-        self.states[number] = replace(state, sent=state.sent + 1, sent_models=models)
+        lately = state.lately | {arrival.model}
+        self.states[number] = replace(state, sent=state.sent + 1, sent_models=models, lately=lately)
+        self.asked.setdefault(state.name, {})[arrival.model] = arrival.seconds
         self.boxes[number].simulation.offer(arrival)
         self.sent[number] += 1
         before = self.last.get(session)

@@ -42,6 +42,8 @@ class MachineLoad(NamedTuple):
     """Live requests by model, for models that have any."""
     asked_models: int
     """So many have any."""
+    resident_models: int
+    coming_models: int
 
 
 def machine_load(machine: Machine, now: float) -> MachineLoad:
@@ -78,4 +80,6 @@ def machine_load(machine: Machine, now: float) -> MachineLoad:
         pool_free_bytes=free_slabs * machine.host.slab_bytes,
         requests_by_model=requests,
         asked_models=len(requests),
+        resident_models=len(resident),
+        coming_models=len(coming - resident),
     )

@@ -246,6 +246,8 @@ class FakeService:
             pool_free_bytes=600,
             requests_by_model={"small": 2, "org/small": 1},
             asked_models=2,
+            resident_models=1,
+            coming_models=1,
             attainment=0.98,
             draining=False,
             version=Load.version_of(tuple(self._cards), ("small",)),

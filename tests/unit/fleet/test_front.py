@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from appliance.fleet.front import MOST_BODIES
+from appliance.fleet.front import MOST_BODIES, MOST_HELD_BYTES
 from tests.unit.fleet.served_boxes import EVENTS, LINES, ScriptedBox, fleet_of
 
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hello"}]}
@@ -151,12 +151,29 @@ async def test_a_stream_that_breaks_off_ends_with_an_error(
         assert "error" in json.loads(said.strip())
 
 
-async def test_an_answer_that_is_no_stream_is_cut_off() -> None:
-    """Its format has no place for an error: the connection ends, and the client notices."""
-    box = ScriptedBox(breaks=True)
+async def test_an_answer_that_is_no_stream_is_held_until_it_is_whole() -> None:
+    """If it breaks off, there is an error in its place. It is not tried again."""
+    boxes = {name: ScriptedBox(breaks=True) for name in "ab"}
+    async with fleet_of(boxes) as (client, fleet):
+        answer = await client.post(PATH, json=CHAT)
+
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "box_failed"
+    assert len(fleet.sent) == 1
+
+
+@pytest.mark.parametrize("more", [0, 1])
+async def test_a_long_answer_is_not_held(more: int) -> None:
+    """Its format has no place for an error: the connection ends, and the client notices. One that
+    does not break off is whole."""
+    long = b'"' + b"x" * MOST_HELD_BYTES + b'"'
+    box = ScriptedBox(chunks=(long,) * (1 + more), breaks=not more)
     async with fleet_of({"box": box}) as (client, _):
-        with pytest.raises(httpx.RemoteProtocolError):
-            await client.post(PATH, json=CHAT)
+        if more:
+            assert (await client.post(PATH, json=CHAT)).content == 2 * long
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post(PATH, json=CHAT)
 
 
 async def test_a_box_that_breaks_off_before_it_answers_is_not_asked_again() -> None:

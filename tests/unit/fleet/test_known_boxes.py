@@ -7,7 +7,7 @@ from typing import Any
 
 from appliance.fleet.calls import Hint
 from appliance.fleet.known_boxes import NO_LOAD, UNSEEN_SECONDS, KnownBoxes, Report, read_load
-from appliance.fleet.ranking import choose_random, choose_residency
+from appliance.fleet.ranking import LATELY_SECONDS, choose_random, choose_residency
 
 HINT = Hint(model="m")
 
@@ -58,6 +58,35 @@ def test_what_was_sent_counts_until_the_box_says_it_itself() -> None:
     assert router.ranked(HINT, resident)[0] == other
 
 
+def test_a_model_that_had_requests_lately_keeps_its_place() -> None:
+    """The full box is asked for two models and holds one. The other one holds one, too, and has no
+    requests now; but one of it has just been there, and only after a while it has room."""
+    clock = Clock()
+    router = known(clock)
+    full = report(
+        "a",
+        resident=["n"],
+        coming=["m"],
+        requests_by_model={"n": 2, "m": 2},
+        asked_models=2,
+        resident_models=1,
+        coming_models=1,
+    )
+    both = {
+        "a": full,
+        "b": report("b", catalogue=["m", "o"], resident=["o"], host=["m"], resident_models=1),
+    }
+    assert router.ranked(HINT, both)[0] == "b"
+
+    router.sent("b", "r1", "o")
+    router.ended("b", "r1")
+    clock.seconds = UNSEEN_SECONDS * 2
+    assert router.ranked(HINT, both)[0] == "a"
+
+    clock.seconds = LATELY_SECONDS * 2
+    assert router.ranked(HINT, both)[0] == "b"
+
+
 def test_boxes_that_refused_are_left_out() -> None:
     """If all have, one of them is asked, which says so."""
     reports = {"1": report("a", resident=["m"]), "2": report("b")}
@@ -94,6 +123,17 @@ def test_a_name_may_have_the_tag_of_ollama() -> None:
     }
     assert known().ranked(Hint(model="m:latest"), reports) == ["2"]
     assert known().ranked(Hint(model="x:latest"), reports) == ["3"]
+
+
+def test_a_name_with_the_tag_is_the_same_model_when_it_was_sent() -> None:
+    """It is no other model, which would have to take turns with it."""
+    router = known()
+    reports = {"1": report("a", resident=["m"]), "2": report("b", resident=["m"])}
+    first = router.ranked(HINT, reports)[0]
+    router.sent(first, "r1", "m:latest")
+
+    assert router.ranked(Hint(model="m:latest"), reports)[0] == first
+    assert router.ranked(HINT, reports)[0] == first
 
 
 def test_boxes_that_have_gone_are_forgotten() -> None:

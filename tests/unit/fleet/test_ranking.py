@@ -36,6 +36,8 @@ loads = st.builds(
     catalogue=some_models,
     resident=some_models,
     coming=some_models,
+    resident_models=st.integers(0, 3),
+    coming_models=st.integers(0, 3),
     host=some_models,
     waiting=st.integers(0, 40),
     running=st.integers(0, 40),
@@ -71,6 +73,8 @@ def box(
         queue_age_seconds=age,
         requests_by_model=asked,
         asked_models=len(asked),
+        resident_models=len(sets.get("resident", "")),
+        coming_models=len(sets.get("coming", "")),
     )
     return BoxState(name=name, load=load, sent=sent)
 
@@ -94,10 +98,11 @@ def test_a_request_goes_where_it_is_taken(
 def test_a_nearer_box_comes_first(
     request: FleetRequest, boxes: list[BoxState], chance: float
 ) -> None:
-    """Of boxes that have the same number of requests, and so are not crowded, residency takes none
-    where the model is farther than on another, if resident and coming are one."""
+    """Of boxes that have the same number of requests, all of the model, residency takes none where
+    the model is farther than on another, if resident and coming are one."""
+    asked = {"requests_by_model": {request.model: 3}, "asked_models": 1}
     level = [
-        BoxState(name=one.name, load=replace(one.load, waiting=3, running=0), dead=one.dead)
+        BoxState(name=one.name, load=replace(one.load, waiting=3, running=0, **asked))
         for one in boxes
     ]
     able = [one for one in level if one.takes(request.model)]
@@ -129,6 +134,34 @@ def test_a_model_gathers_where_its_requests_are() -> None:
     many = box("y", resident="b", coming="a", asked={"a": 3, "b": 4}, waiting=2)
 
     assert choose_residency(request, [few, many], 0.0) == many
+
+
+def test_a_model_leaves_a_box_that_is_asked_for_more_than_it_holds() -> None:
+    """The first box holds two models and is asked for three. So requests of one go where the model
+    is in the host cache and a resident model has no requests, though that box has none of its own
+    yet; but not where all that is resident is asked for, nor where the model is on disk."""
+    request = FleetRequest(model="a")
+    three = {"a": 4, "b": 4, "c": 4}
+    overfull = box("x", resident="ab", coming="c", host="abc", asked=three, waiting=12)
+    room = box("y", resident="de", host="ade", asked={"d": 12}, waiting=12)
+    none = box("y", resident="de", host="ade", asked={"d": 6, "e": 6}, waiting=12)
+    disk = box("y", resident="de", host="de", asked={"d": 12}, waiting=12)
+
+    assert choose_residency(request, [overfull, room], 0.0) == room
+    kept = replace(room, lately=frozenset("de"))  # both will have more
+    assert choose_residency(request, [overfull, kept], 0.0) == overfull
+    assert choose_residency(request, [overfull, none], 0.0) == overfull
+    assert choose_residency(request, [overfull, disk], 0.0) == overfull
+
+
+def test_models_stay_that_a_box_holds() -> None:
+    """Another model is still coming to the first box, which then holds both: requests stay there,
+    though a resident model of the second has no requests."""
+    request = FleetRequest(model="a")
+    full = box("x", resident="bd", coming="a", host="abd", asked={"a": 1, "b": 1}, waiting=2)
+    room = box("y", resident="de", host="ade", asked={"d": 2}, waiting=2)
+
+    assert choose_residency(request, [full, room], 0.0) == full
 
 
 def test_a_model_that_is_nowhere_comes_to_the_box_with_the_fewest_others() -> None:

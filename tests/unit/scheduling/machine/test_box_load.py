@@ -47,6 +47,8 @@ def test_a_model_is_coming_until_it_is_resident() -> None:
     cluster.settle()
     found = machine_load(cluster.machine, cluster.now)
     assert (found.resident, found.coming) == ({"a", "b"}, frozenset())
+    assert (wanted.resident_models, wanted.coming_models) == (0, 2)
+    assert (found.resident_models, found.coming_models) == (2, 0)
     assert found.pool_free_bytes < SLABS * cluster.machine.host.slab_bytes
 
 
