@@ -12,8 +12,8 @@ from benchmarks.decisions import measure
     ("load", "asked"),
     [
         ("turns", {"admit", "place", "prefill", "preempt", "round"}),
-        ("homes", {"batch", "place", "prefill", "round"}),
-        ("apart", {"decode", "flow", "place", "prefill"}),
+        pytest.param("homes", {"batch", "place", "prefill", "round"}, marks=pytest.mark.thorough),
+        pytest.param("apart", {"decode", "flow", "place", "prefill"}, marks=pytest.mark.thorough),
     ],
 )
 def test_each_load_asks_for_decisions_and_two_runs_are_the_same(load: str, asked: set[str]) -> None:

@@ -89,6 +89,7 @@ async def test_spoilt_requests(keys: bool) -> None:
         assert (last.tasks, last.descriptors) == (first.tasks, first.descriptors)
 
 
+@pytest.mark.thorough
 async def test_a_target_serves_behind_a_quarantine_that_is_over_at_once() -> None:
     """Its worker dies all the same, and the next one loads a model. Both are asked in one breath,
     again and again, as the worker may be quicker."""
@@ -111,6 +112,7 @@ async def test_a_target_serves_behind_a_quarantine_that_is_over_at_once() -> Non
                         pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", [{"max_tokens": 1 << 70}, {"max_tokens": {}}, {"model": 3}])
 async def test_a_target_answers_a_line_that_no_front_end_takes(wrong: dict[str, object]) -> None:
     """A batch of it ends, and the double of a front end is still there for the next."""

@@ -184,6 +184,7 @@ def test_a_search_that_is_cut_off_still_bounds() -> None:
         assert cut.lost <= whole.lost
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("turn", range(len(POLICIES)))
 def test_no_policy_reaches_more(turn: int) -> None:
     """Each of them on its sixteen of 208 random boxes."""
