@@ -247,6 +247,8 @@ def _load_of(number: int, boxes: int, models: Sequence[str]) -> BoxLoad:
         running=number % 7,
         requests_by_model=dict.fromkeys(turned[:9], 1),
         asked_models=9,
+        resident_models=8,
+        coming_models=1,
     )
 
 

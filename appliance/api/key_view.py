@@ -100,7 +100,12 @@ class _Gate:
             one: {name: n for name, n in getattr(load, one).items() if key.allows(name)}
             for one in ("waiting_by_model", "requests_by_model")
         }
-        return msgspec.structs.replace(load, **known, **counts, version=version)
+        models = {  # of the key's own names, so that numbers tell of no other models
+            "asked_models": min(load.asked_models, len(counts["requests_by_model"])),
+            "resident_models": min(load.resident_models, len(known["resident"])),
+            "coming_models": min(load.coming_models, len(known["coming"])),
+        }
+        return msgspec.structs.replace(load, **known, **counts, **models, version=version)
 
     def model_activity(self, name: ModelName) -> ModelActivity:
         """Also of the base of an adapter that the key knows. Raises `ModelNotFound`."""

@@ -96,7 +96,9 @@ class KnownBoxes:
         """A request goes to a box."""
         now, model = self._now(), _served_name(model, [load for _, load in self._loads.values()])
         self._under_way.setdefault(key, {})[request] = _Sent(now, model)
-        self._asked.setdefault(key, {})[model] = now
+        _, load = self._loads.get(key, (b"", NO_LOAD))
+        if model in load.catalogue:  # clients ask for whatever they like, and for no model at all
+            self._asked.setdefault(key, {})[model] = now
 
     def ended(self, key: str, request: str) -> None:
         """It has its answer, or there will be none."""

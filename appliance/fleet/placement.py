@@ -111,26 +111,25 @@ def plan(
     most: int | None = None,
     must_fit: bool = False,
 ) -> list[Step]:
-    """Steps from `homes` (who holds what now), the most useful first, `most` of them at most, or
-    one for each box and model.
+    """Steps from `homes` (which boxes hold what now), the most useful first: not more than `most`,
+    which is boxes times models if it is not given.
 
-    Models that no box holds come first, the largest demand before others. Then, and after each
-    step that follows, boxes that are short of memory give up what others hold, the least demand
-    first. While a box can be relieved (`GAIN`), the one with the highest pressure first, a model of
-    it moves; if no move is worth it, one is copied; if no copy is, the box gives up a model that
-    others hold. With
-    `must_fit`, a box takes no model that its memory has no room for. Each step takes
-    O(models of a box x boxes)."""
+    Models that no box holds come first, the largest demand before others. Then boxes that are short
+    of memory give up what others hold, the least demand first. Both are looked at again after each
+    step that follows. While a box can be relieved (`GAIN`), the one with the highest pressure
+    first, a model of it moves; if no move is worth it, one is copied; if no copy is, the box gives
+    up a model that others hold. With `must_fit`, a box takes no model that its memory has no room
+    for. Each step takes O(models of a box x boxes)."""
     draft = _Draft(boxes, models, homes, must_fit)
-    steps = draft.firsts()
+    steps: list[Step] = []
     if most is None:
         most = len(boxes) * len(models)
     while len(steps) < most:
-        steps += draft.spared()  # each step may leave a box short of memory
-        step = draft.relief()
-        if step is None:
+        # Each step makes room for a model that had none, or leaves a box short of memory.
+        more = [*draft.firsts(), *draft.spared()] or draft.relief()
+        if not more:
             break
-        steps.append(step)
+        steps += more
     return steps[:most]
 
 
@@ -248,9 +247,9 @@ class _Draft:
         box, used = self.boxes[name], self._loads[name].weight_bytes + more_bytes
         return used > (1 - FREE_SHARE) * box.memory_bytes
 
-    def relief(self) -> Step | None:
+    def relief(self) -> list[Step]:
         """The best step for the box with the highest pressure, or for the next one that can be
-        relieved, of those above the mean."""
+        relieved, of those above the mean; none if there is none."""
         found = {name: self.pressure(name) for name in self.boxes}
         mean = math.fsum(sorted(found.values())) / max(1, len(found))
         for name in sorted(found, key=lambda name: (-found[name], name)):
@@ -262,8 +261,8 @@ class _Draft:
                 best = self._best(name, kind, (1 - gain) * found[name], found[name])
                 if best is not None:
                     self._relieved.add(name)
-                    return self._taken(name, found[name], busy, best)
-        return None
+                    return [self._taken(name, found[name], busy, best)]
+        return []
 
     def _best(self, name: str, kind: Kind, most: float, now: float) -> _Candidate | None:
         """The one that leaves the least pressure, of those that leave less than now and where no
@@ -290,6 +289,8 @@ class _Draft:
         found = []
         for other in self._able(model):
             if kind is Kind.MOVE:
+                if self._suffices(model, homes - {name}) and self._short(other, size):
+                    continue  # it would give it up at once
                 left = self.pressure(name, load.plus(-share, -size))
                 met = self.pressure(other, self._loads[other].plus(share, size))
             elif self._suffices(model, homes) and self._short(other, size):

@@ -8,9 +8,9 @@ of it is first; of those where it is in the host cache or on disk, the one that 
 fewest other models. So models gather on boxes that hold all they are asked for, instead of taking
 turns on each.
 
-A box that is asked for more models than its devices hold goes on taking turns until requests of one
-of them go elsewhere. So they do where a box has the model in its host cache, and a resident model
-that has no requests: the model comes there once, for the price of one turn.
+A box that is asked for more models than are on its devices takes turns until requests of its models
+go elsewhere. So they do where a box has the model in its host cache, and a resident model that has
+no requests: the model comes there once, for the price of one turn.
 
 Boxes that are alike in that get requests by their load, then by the age of their queue, and ties go
 by model, or by prefix or session. A router knows what it has sent to a box since the box was asked
@@ -63,11 +63,11 @@ class BoxLoad(Word, frozen=True, kw_only=True):
     requests_by_model: Mapping[ModelName, int] = {}
     """Those that have not ended, by all names of models that have any."""
     asked_models: int = 0
-    """So many models have any,"""
+    """How many models have any."""
     resident_models: int = 0
-    """so many are resident, whatever names they have,"""
+    """How many models are resident; each counts once, whatever names it has."""
     coming_models: int = 0
-    """and so many are coming."""
+    """How many are coming."""
     attainment: float | None = None
     """Share of late requests that met their SLO targets; None if there were none."""
     draining: bool = False
@@ -115,7 +115,8 @@ class BoxState(Word, frozen=True, kw_only=True):
 
     def has_room_for(self, model: ModelName) -> bool:
         """The same, where models count, too, that had requests lately: they will have more."""
-        others = max(self.others_asked_for(model), len(self.lately - {model}))
+        counted = self.load.requests_by_model.keys() | self.sent_models.keys() | {model}
+        others = self.others_asked_for(model) + len(self.lately - counted)
         return others < max(1, self.load.resident_models)
 
     def others_coming(self, model: ModelName) -> bool:
@@ -191,7 +192,7 @@ def choose_residency_prefix(
     nearest = _nearest(request.model, _able(request, boxes))
     if not nearest:
         return None
-    if not request.session or nearness(nearest[0], request.model) >= Nearness.HOST:
+    if not request.session or any(nearness(b, request.model) >= Nearness.HOST for b in nearest):
         return _least_loaded(request.model, nearest)
     most = TIE_FACTOR * min([box.requests for box in nearest]) + TIE_SLACK
     tied = [box for box in nearest if box.requests <= most]

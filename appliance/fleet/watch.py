@@ -24,7 +24,7 @@ FRONT_SECONDS: Final = 10.0
 
 Row: TypeAlias = dict[str, Any]
 """A JSON object: `box`, `url`, `state`, `reason`; of a box that says its load, `version` (of its
-software; empty if that is not known) and the fields of ``GET /api/load``."""
+software; empty if that is not known) and of the fields of ``GET /api/load`` those below."""
 Sleep: TypeAlias = Callable[[float], Awaitable[None]]
 
 _LOAD_FIELDS: Final = (

@@ -557,11 +557,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Live requests of each of those that have any; under an alias or an adapter, those of its
     model."""
     asked_models: int
-    """So many models have live requests,"""
+    """How many models have live requests."""
     resident_models: int
-    """so many are resident, whatever names they have,"""
+    """How many are resident; each counts once, whatever names it has."""
     coming_models: int
-    """and so many are coming."""
+    """How many are coming."""
     attainment: float | None
     """The share of the last minute's tokens that came in time; None if there were none."""
     draining: bool

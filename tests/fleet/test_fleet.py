@@ -90,6 +90,7 @@ async def test_answers_are_those_of_a_box_and_models_stay_where_they_are(fleet: 
         assert wrong(outcomes, known) == []
         assert {o.question.dialect for o in outcomes} == set(DIALECTS)
         assert set(Counter(o.box for o in outcomes)) == set(CATALOGUES)
+    assert loads["random"] > 0
     assert loads["residency_prefix"] <= MOST_LOADS * loads["random"], loads
 
 

@@ -43,7 +43,9 @@ class MachineLoad(NamedTuple):
     asked_models: int
     """So many have any."""
     resident_models: int
+    """How many are resident."""
     coming_models: int
+    """How many are coming."""
 
 
 def machine_load(machine: Machine, now: float) -> MachineLoad:

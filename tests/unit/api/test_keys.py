@@ -322,6 +322,9 @@ async def test_load_tells_of_no_other_models(house: House) -> None:
 
     assert answers[0]["catalogue"] == ["small"] == answers[0]["resident"] == answers[0]["host"]
     assert answers[0]["coming"] == []
+    counts = ("asked_models", "resident_models", "coming_models")
+    assert [answers[0][count] for count in counts] == [1, 1, 0]
+    assert [answers[1][count] for count in counts] == [2, 1, 1]
     assert answers[0]["waiting_by_model"] == {"small": 2}
     assert answers[1]["waiting_by_model"] == {"small": 2, "org/small": 1}
     assert answers[0]["requests_by_model"] == {"small": 2}

@@ -59,8 +59,8 @@ def test_what_was_sent_counts_until_the_box_says_it_itself() -> None:
 
 
 def test_a_model_that_had_requests_lately_keeps_its_place() -> None:
-    """The full box is asked for two models and holds one. The other one holds one, too, and has no
-    requests now; but one of it has just been there, and only after a while it has room."""
+    """Box a holds one model and is asked for two. Box b holds one that has no requests, so a
+    request goes there; not while that model had some in the last seconds."""
     clock = Clock()
     router = known(clock)
     full = report(
@@ -84,6 +84,21 @@ def test_a_model_that_had_requests_lately_keeps_its_place() -> None:
     assert router.ranked(HINT, both)[0] == "a"
 
     clock.seconds = LATELY_SECONDS * 2
+    assert router.ranked(HINT, both)[0] == "b"
+
+
+def test_names_of_no_model_take_no_place() -> None:
+    """Such as those that clients mistype, and the empty one of requests that are for no model."""
+    router = known()
+    full = report(
+        "a", resident=["n"], coming=["m"], requests_by_model={"n": 2, "m": 2}, asked_models=2,
+        resident_models=1, coming_models=1,
+    )  # fmt: skip
+    both = {"a": full, "b": report("b", resident=["o"], host=["m"], resident_models=1)}
+    assert router.ranked(HINT, both)[0] == "b"
+    for number, name in enumerate(("", "mm", "M")):
+        router.sent("b", f"r{number}", name)
+
     assert router.ranked(HINT, both)[0] == "b"
 
 

@@ -150,6 +150,10 @@ def test_a_model_leaves_a_box_that_is_asked_for_more_than_it_holds() -> None:
     assert choose_residency(request, [overfull, room], 0.0) == room
     kept = replace(room, lately=frozenset("de"))  # both will have more
     assert choose_residency(request, [overfull, kept], 0.0) == overfull
+    one = box("y", resident="de", host="ade", asked={"d": 6}, waiting=12)
+    kept = replace(one, lately=frozenset("e"))  # besides the one that has some now
+    assert choose_residency(request, [overfull, one], 0.0) == one
+    assert choose_residency(request, [overfull, kept], 0.0) == overfull
     assert choose_residency(request, [overfull, none], 0.0) == overfull
     assert choose_residency(request, [overfull, disk], 0.0) == overfull
 
