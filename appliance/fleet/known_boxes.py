@@ -69,7 +69,7 @@ class KnownBoxes:
         """Keys of the boxes for a request, the best first. Boxes that refused it come only if
         nothing else is left, and a box without the model only if no box is known to have it."""
         boxes = {key: self._state(key, report) for key, report in reports.items()}
-        model = _served_name(hint.model, [box.load for box in boxes.values()])
+        model = _served_name(hint.model, (box.load for box in boxes.values()))
         left = {key: box for key, box in boxes.items() if box.name not in hint.excluded}
         holders = {key: box for key, box in left.items() if model in box.load.catalogue}
         keys = self._in_order(FleetRequest(model=model, session=hint.session), holders)
@@ -94,7 +94,7 @@ class KnownBoxes:
 
     def sent(self, key: str, request: str, model: ModelName) -> None:
         """A request goes to a box."""
-        now, model = self._now(), _served_name(model, [load for _, load in self._loads.values()])
+        now, model = self._now(), _served_name(model, (load for _, load in self._loads.values()))
         self._under_way.setdefault(key, {})[request] = _Sent(now, model)
         _, load = self._loads.get(key, (b"", NO_LOAD))
         if model in load.catalogue:  # clients ask for whatever they like, and for no model at all

@@ -119,7 +119,7 @@ def plan(
     step that follows. While a box can be relieved (`GAIN`), the one with the highest pressure
     first, a model of it moves; if no move is worth it, one is copied; if no copy is, the box gives
     up a model that others hold. With `must_fit`, a box takes no model that its memory has no room
-    for. Each step takes O(models of a box x boxes)."""
+    for. Each step takes O(models x log models + models of a box x boxes)."""
     draft = _Draft(boxes, models, homes, must_fit)
     steps: list[Step] = []
     if most is None:
@@ -286,15 +286,14 @@ class _Draft:
             left = self.pressure(name, load.plus(-share, -model.weight_bytes))
             return [_Candidate(max(left, met), met, 0, model.name, "", kind)]
         size = model.weight_bytes
+        spare = self._suffices(model, homes - {name} if kind is Kind.MOVE else homes)
         found = []
         for other in self._able(model):
+            if spare and self._short(other, size):
+                continue  # it would give it up at once
             if kind is Kind.MOVE:
-                if self._suffices(model, homes - {name}) and self._short(other, size):
-                    continue  # it would give it up at once
                 left = self.pressure(name, load.plus(-share, -size))
                 met = self.pressure(other, self._loads[other].plus(share, size))
-            elif self._suffices(model, homes) and self._short(other, size):
-                continue  # it would give it up again
             else:  # the box itself has to be relieved as much
                 left = met = self._worst(model, homes, homes | {other})
             found.append(_Candidate(max(left, met), met, size, model.name, other, kind))
