@@ -102,11 +102,11 @@ class BoxState(Word, frozen=True, kw_only=True):
         """The same, of one model."""
         return self.load.requests_by_model.get(model, 0) + self.sent_models.get(model, 0)
 
-    def others_asked_for(self, model: ModelName) -> int:
-        """Models other than this one that have requests there."""
+    def others_asked_for(self, model: ModelName, also: frozenset[ModelName] = frozenset()) -> int:
+        """Models other than this one that have requests there, or are in `also`."""
         known = self.load.requests_by_model
-        sent = [one for one, number in self.sent_models.items() if number and one not in known]
-        return self.load.asked_models - (model in known) + len(sent) - (model in sent)
+        more = {one for one, number in self.sent_models.items() if number} | also
+        return self.load.asked_models - (model in known) + len(more - known.keys() - {model})
 
     def holds_all_and(self, model: ModelName) -> bool:
         """Whether the devices hold as many models as other ones have requests, and this one. Models
@@ -115,9 +115,7 @@ class BoxState(Word, frozen=True, kw_only=True):
 
     def has_room_for(self, model: ModelName) -> bool:
         """The same, where models count, too, that had requests lately: they will have more."""
-        counted = self.load.requests_by_model.keys() | self.sent_models.keys() | {model}
-        others = self.others_asked_for(model) + len(self.lately - counted)
-        return others < max(1, self.load.resident_models)
+        return self.others_asked_for(model, self.lately) < max(1, self.load.resident_models)
 
     def others_coming(self, model: ModelName) -> bool:
         """Whether models other than this one are to come to its devices."""

@@ -80,6 +80,7 @@ def test_a_model_that_had_requests_lately_keeps_its_place() -> None:
 
     router.sent("b", "r1", "o")
     router.ended("b", "r1")
+    assert router.ranked(HINT, both)[0] == "a"
     clock.seconds = UNSEEN_SECONDS * 2
     assert router.ranked(HINT, both)[0] == "a"
 
