@@ -9,7 +9,7 @@ request that ends a daemon would otherwise end all of them.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -39,6 +39,8 @@ LOADS_PATH: Final = "/api/fleet"
 REFUSALS: Final = frozenset({429, 503})
 MOST_HELD_BYTES: Final = 1 << 20
 """Of an answer that is no stream: if it breaks off, the client gets an error in its place."""
+MOST_HELD_ANSWERS: Final = 64
+"""Of all requests together, as many of the longest."""
 _MOST_REFUSAL_BYTES: Final = 1 << 20
 _OF_ANY_BOX: Final = frozenset(
     {"/", "/livez", "/health", "/readyz", "/version", "/api/version", "/openapi.json", "/docs"}
@@ -64,6 +66,7 @@ class Front:
         """Headers of answers that the server adds itself."""
         self._held_bytes = 0
         """Of the bodies of all requests that are under way."""
+        self._answers = _HeldAnswers()
 
     async def __call__(self, scope: Message, receive: Receive, reply: Reply) -> None:
         if scope["type"] == "lifespan":
@@ -148,7 +151,7 @@ class Front:
                         )
                         box = head.box
                     case Head() as head:
-                        await client.stream(head, items)
+                        await client.stream(head, items, self._answers)
                         return
                     case Failed(taken=True) as failed:
                         raise _broken(failed)
@@ -208,26 +211,25 @@ class _Client:
         body = b"" if self.method == "HEAD" else answer.body
         await self._reply({"type": "http.response.body", "body": body})
 
-    async def stream(self, head: Head, items: AsyncGenerator[Item, None]) -> None:
+    async def stream(
+        self, head: Head, items: AsyncGenerator[Item, None], answers: _HeldAnswers
+    ) -> None:
         """An answer as it comes. One that breaks off ends with an error, if its format has a place
         for that; else the connection ends before its time. JSON has none, and begins when it is
-        whole, or when `MOST_HELD_BYTES` of it are there. Raises `ApiError` if it breaks off before
-        it has begun."""
+        whole, or when as much of it is there as may be held. Raises `ApiError` if it breaks off
+        before it has begun."""
         headers = [*head.headers, (BOX_HEADER, head.box.encode())]
-        held = bytearray() if _kind(head) == b"application/json" else None
-        if held is None:
+        if _kind(head) == b"application/json":
+            async with answers.beginning(items) as (body, whole):
+                await self._start(head.status, headers)
+                await self._bytes(body, more=not whole)
+            if whole:
+                return
+        else:
             await self._start(head.status, headers)
         line_ended = True
         async for item in items:
             match item:
-                case bytes() if held is not None:
-                    held += item
-                    if len(held) > MOST_HELD_BYTES:
-                        await self._start(head.status, headers)
-                        await self._bytes(bytes(held))
-                        held = None
-                case Failed() if held is not None:
-                    raise _broken(item)
                 case bytes():
                     if item:
                         line_ended = item.endswith(b"\n")
@@ -237,9 +239,7 @@ class _Client:
                     if last is None:
                         raise ConnectionAbortedError(item.reason)
                     await self._bytes(last)
-        if held is not None:
-            await self._start(head.status, headers)
-        await self._reply({"type": "http.response.body", "body": bytes(held or b"")})
+        await self._bytes(b"", more=False)
 
     def _last_words(self, head: Head, error: ApiError, line_ended: bool) -> bytes | None:
         kind = _kind(head)
@@ -256,8 +256,36 @@ class _Client:
         kept = [row for row in headers if row[0] not in self._left_out]
         await self._reply({"type": "http.response.start", "status": status, "headers": kept})
 
-    async def _bytes(self, body: bytes) -> None:
-        await self._reply({"type": "http.response.body", "body": body, "more_body": True})
+    async def _bytes(self, body: bytes, *, more: bool = True) -> None:
+        await self._reply({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class _HeldAnswers:
+    """Answers that are held until they are whole, and how many bytes they have together."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    @asynccontextmanager
+    async def beginning(
+        self, items: AsyncGenerator[Item, None]
+    ) -> AsyncGenerator[tuple[bytes, bool], None]:
+        """The answer, or as much of it as may be held, and whether it is whole; `items` has the
+        rest. Raises `ApiError` if it breaks off meanwhile."""
+        held, whole = bytearray(), True
+        try:
+            async for item in items:
+                if isinstance(item, Failed):
+                    raise _broken(item)
+                if isinstance(item, bytes):
+                    held += item
+                    self._bytes += len(item)
+                if len(held) > MOST_HELD_BYTES or self._bytes > MOST_HELD_ANSWERS * MOST_HELD_BYTES:
+                    whole = False
+                    break
+            yield bytes(held), whole
+        finally:
+            self._bytes -= len(held)
 
 
 def _kind(head: Head) -> bytes:

@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from appliance.fleet import front
 from appliance.fleet.front import MOST_BODIES, MOST_HELD_BYTES
 from tests.unit.fleet.served_boxes import EVENTS, LINES, ScriptedBox, fleet_of
 
@@ -174,6 +175,23 @@ async def test_a_long_answer_is_not_held(more: int) -> None:
         else:
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.post(PATH, json=CHAT)
+
+
+async def test_all_answers_together_are_not_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they would be too much, one begins before it is whole, and leaves room to the other."""
+    monkeypatch.setattr(front, "MOST_HELD_ANSWERS", 1)
+    first, last = b'"' + b"x" * (MOST_HELD_BYTES * 2 // 3), b'"'
+    box = ScriptedBox(chunks=(first, last), waits=asyncio.Event())
+    async with fleet_of({"box": box}) as (client, _):
+        request = client.build_request("POST", PATH, json=CHAT)
+        begun = {asyncio.ensure_future(client.send(request, stream=True)) for _ in range(2)}
+        done, others = await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(done), len(others)) == (1, 1)
+
+        assert box.waits is not None
+        box.waits.set()
+        answers = [await one for one in begun]
+        assert {await answer.aread() for answer in answers} == {first + last}
 
 
 async def test_a_box_that_breaks_off_before_it_answers_is_not_asked_again() -> None:
