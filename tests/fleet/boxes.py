@@ -23,13 +23,15 @@ MODELS = ("llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a")
 
 @dataclass
 class BoxProcess:
-    """A daemon, and what started it. With `keys`, a file, it wants a key for all but metrics."""
+    """A daemon, and what started it. With `keys`, a file, it wants a key for all but metrics. With
+    `short_turns` its models take turns of a fraction of a second."""
 
     name: str
     port: int
     folder: Path
     models: Sequence[str]
     keys: Path | None = None
+    short_turns: bool = False
     process: subprocess.Popen[str] | None = None
     pid: int = 0
 
@@ -45,6 +47,7 @@ class BoxProcess:
                 *(PYTHON, "-m", "tests.fleet.daemon", self.folder.parent / f"models-{self.name}"),
                 *(self.folder, str(self.port), *self.models),
                 *(() if self.keys is None else ("--keys", self.keys)),
+                *(("--short-turns",) if self.short_turns else ()),
             ],
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,

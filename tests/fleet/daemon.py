@@ -19,7 +19,15 @@ DRAIN = '[api]\ndrain = "300s"\n'
 KEYS = 'keys = "{keys}"\nopen_metrics = true\n'
 
 
-def main(checkpoints: Path, folder: Path, port: int, models: list[str], keys: Path | None) -> None:
+def main(
+    checkpoints: Path,
+    folder: Path,
+    port: int,
+    models: list[str],
+    keys: Path | None,
+    *,
+    short_turns: bool,
+) -> None:
     make_checkpoints(checkpoints, models)
     text = write_config(
         checkpoints,
@@ -28,7 +36,7 @@ def main(checkpoints: Path, folder: Path, port: int, models: list[str], keys: Pa
         instances=1,
         memory=MEMORY,
         host_cache=HOST_CACHE,
-        short_turns=True,
+        short_turns=short_turns,
     ).read_text(encoding="utf-8")
     api = DRAIN
     if keys is not None:  # the status is asked for on the operators' socket, which needs none
@@ -49,4 +57,5 @@ if __name__ == "__main__":
     parser.add_argument("port", type=int)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--keys", type=Path, help="a file of keys; metrics are open with it")
+    parser.add_argument("--short-turns", action="store_true", help="models take turns sooner")
     main(**vars(parser.parse_args()))

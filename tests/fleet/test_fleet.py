@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_SECONDS
 
 CLIENTS = 100
 ROUNDS = 2
-MOST_LOADS = 0.6
+MOST_LOADS, MOST_SWITCHES = 0.6, 0.8
 """Of those of random routing."""
 
 
@@ -74,17 +74,20 @@ def clear(outcome: Outcome) -> bool:
 
 
 async def test_answers_are_those_of_a_box_and_models_stay_where_they_are(fleet: Fleet) -> None:
-    """Random routing first, then the fleet's rule, on the same load. Loads of weights are counted:
-    switches between models that are both on the device cost nothing."""
+    """Random routing first, then the fleet's rule, on the same load. It saves loads of weights. Of
+    switches it saves fewer: those between models that are both on the device cost nothing, and the
+    policy of a box makes them as often as it likes."""
     asked = questions(MODELS, CLIENTS * ROUNDS)
     known = await expected(fleet, asked)
     loads: dict[str, float] = {}
+    switches: dict[str, float] = {}
     for policy in ("random", "residency_prefix"):
         fleet.deploy(policy)
         begin = fleet.loads(), fleet.switches()
         outcomes, _ = await load(fleet, asked)
         loads[policy] = fleet.loads() - begin[0]
-        print(f"\n{policy}: {loads[policy]} loads, {fleet.switches() - begin[1]} switches")
+        switches[policy] = fleet.switches() - begin[1]
+        print(f"\n{policy}: {loads[policy]} loads, {switches[policy]} switches")
 
         assert [o.error for o in outcomes if o.text is None] == []
         assert wrong(outcomes, known) == []
@@ -92,6 +95,7 @@ async def test_answers_are_those_of_a_box_and_models_stay_where_they_are(fleet: 
         assert set(Counter(o.box for o in outcomes)) == set(CATALOGUES)
     assert loads["random"] > 0
     assert loads["residency_prefix"] <= MOST_LOADS * loads["random"], loads
+    assert switches["residency_prefix"] <= MOST_SWITCHES * switches["random"], switches
 
 
 async def test_lists_have_the_models_of_all_boxes(fleet: Fleet) -> None:

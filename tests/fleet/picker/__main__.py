@@ -190,7 +190,10 @@ async def main(envoy: Path, epp: Path, folder: Path) -> int:
     report = Report()
     keys = folder / "keys.json"
     key, observer = keys_in(keys)
-    boxes = [BoxProcess(name, free_port(), folder / name, MODELS, keys) for name in "abc"]
+    boxes = [
+        BoxProcess(name, free_port(), folder / name, MODELS, keys, short_turns=True)
+        for name in "abc"
+    ]
     plain, other = PlainBox(), PlainBox()
     stack = Stack(folder, envoy, epp, boxes, observer)
     async with AsyncExitStack() as exits:
