@@ -14,9 +14,13 @@ import pytest_asyncio
 from appliance.demo.checkpoints import make_checkpoints
 from appliance.service.front_frames import FrontModel
 from appliance.vocabulary import Task
-from tests.frontend.stand_in_core import StandInCore, front_end
+from tests.frontend.stand_in_core import FORKS, StandInCore, front_end
 
 KEEP_ALIVE_SECONDS = 0.5
+
+
+def pytest_sessionfinish() -> None:
+    FORKS.stop()
 
 
 def model_at(path: Path, name: str, task: Task = Task.GENERATE, **changes: Any) -> FrontModel:

@@ -17,6 +17,7 @@ import msgspec
 
 from appliance import framing
 from appliance.access.auth import KEYLESS, Access
+from appliance.forking.server import Child, kill
 from appliance.gateway.accounts import Accounts
 from appliance.gateway.forwarding.forwards import Forwarding, Forwards
 from appliance.gateway.held_bodies import HeldBodies
@@ -58,8 +59,10 @@ from appliance.service.front_frames import (
 )
 from appliance.service.remote_models import RemoteModels
 from appliance.vocabulary import FinishReason, ModelName, RequestId
+from tests.frontend.forks import FrontForks
 from tests.patience import PATIENCE_SECONDS
 
+FORKS = FrontForks()
 F = TypeVar("F")
 FIRST_TOKEN = 10
 """Below it are special tokens."""
@@ -146,6 +149,9 @@ class StandInCore:
         self.connections = 0
         """Handed over so far."""
         self.process: asyncio.subprocess.Process | None = None
+        """A front end that was started by itself."""
+        self.forked: Child | None = None
+        """One that was forked."""
         self._news = asyncio.Condition()
         self._work = asyncio.Event()
         self._decoder = front_frames.decoder_for_core()
@@ -182,20 +188,30 @@ class StandInCore:
     async def begin(
         self, environment: dict[str, str] | None = None, *, errors: IO[bytes] | None = None
     ) -> None:
-        """Start the front end, and listen. What it writes to standard error goes into `errors`."""
+        """Start the front end by itself, and listen: it has an environment of its own and an exit
+        status. What it writes to standard error goes into `errors`."""
+        async with self._listening() as descriptors:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "appliance.frontend"),
+                *("--frames-fd", str(descriptors[0]), "--handover-fd", str(descriptors[1])),
+                pass_fds=descriptors,
+                env=os.environ | (environment or {}),
+                stderr=errors,
+            )
+
+    async def begin_forked(self) -> None:
+        """Have the front end forked, as a daemon does, and listen."""
+        async with self._listening() as descriptors:
+            self.forked = await FORKS.fork(descriptors)
+
+    @asynccontextmanager
+    async def _listening(self) -> AsyncIterator[tuple[int, int]]:
+        """The front end's ends of its sockets, with which it is started; then this end is used."""
         frames, theirs = socket.socketpair()
         self._handover, their_handover = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        descriptors = (theirs.fileno(), their_handover.fileno())
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "appliance.frontend"),
-            *("--frames-fd", str(descriptors[0]), "--handover-fd", str(descriptors[1])),
-            pass_fds=descriptors,
-            env=os.environ | (environment or {}),
-            stderr=errors,
-        )
-        theirs.close()
-        their_handover.close()
+        with theirs, their_handover:
+            yield theirs.fileno(), their_handover.fileno()
         self._handover.setblocking(False)
         asyncio.get_running_loop().add_reader(self._handover, self._take_back)
         reader, self._writer = await asyncio.open_connection(sock=frames)
@@ -205,6 +221,13 @@ class StandInCore:
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
         self._tasks.append(asyncio.create_task(self._accept()))
+
+    @property
+    def pid(self) -> int:
+        """Of the front end."""
+        process = self.forked or self.process
+        assert process is not None
+        return process.pid
 
     async def ready(self) -> None:
         """Wait until the front end serves."""
@@ -271,7 +294,7 @@ class StandInCore:
         return await self.seen(Ran, lambda ran: ran.call == call)
 
     async def end(self) -> int:
-        """Close the link; returns the front end's exit status."""
+        """Close the link; returns the exit status of a front end that was started by itself."""
         assert self._writer is not None
         assert self.process is not None
         self._writer.close()
@@ -286,6 +309,10 @@ class StandInCore:
                 with contextlib.suppress(ProcessLookupError):
                     self.process.kill()
             await self.process.wait()
+        if self.forked is not None:
+            kill(self.forked.handle)
+            await ended(self.forked.handle)
+            os.close(self.forked.handle)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -425,12 +452,26 @@ class StandInCore:
         )
 
 
+async def ended(process: int) -> None:
+    """Return when the process of a pidfd has ended."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, over.set)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await over.wait()
+    finally:
+        loop.remove_reader(process)
+
+
 @asynccontextmanager
-async def front_end(models: Iterable[FrontModel], **options: Any) -> AsyncIterator[StandInCore]:
-    """A front end that serves, behind a stand-in core."""
+async def front_end(
+    models: Iterable[FrontModel], *, alone: bool = False, **options: Any
+) -> AsyncIterator[StandInCore]:
+    """A front end that serves, behind a stand-in core. It is forked; or `alone`, started by itself,
+    with an exit status."""
     core = StandInCore(models, **options)
     try:
-        await core.begin()
+        await (core.begin() if alone else core.begin_forked())
         await core.ready()
         yield core
     finally:

@@ -640,7 +640,7 @@ async def test_models_come_and_go_while_answers_go_on(
 async def test_a_front_end_drains_and_ends_with_its_last_answer(
     models: tuple[FrontModel, ...],
 ) -> None:
-    async with front_end(models[:1]) as core:
+    async with front_end(models[:1], alone=True) as core:
         core.hold_at = lambda submit: 1
         assert core.process is not None
         async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
@@ -659,7 +659,7 @@ async def test_a_front_end_drains_and_ends_with_its_last_answer(
 
 
 async def test_a_front_end_ends_with_its_core(models: tuple[FrontModel, ...]) -> None:
-    async with front_end(models[:1]) as core:
+    async with front_end(models[:1], alone=True) as core:
         core.hold_at = lambda submit: 1
         async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
             asking = asyncio.create_task(http.post(CHAT, json=ASKED))
