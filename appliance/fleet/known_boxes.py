@@ -5,6 +5,7 @@ Sans-IO: it turns that into the words of `appliance.fleet.ranking`, whose rule r
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -60,14 +61,17 @@ class KnownBoxes:
         self._now = now
         self._chance = chance
         self._loads: dict[str, tuple[bytes, BoxLoad]] = {}
-        self._under_way: dict[str, dict[str, _Sent]] = {}
-        """By box and request: those that have not ended."""
+        self._unseen: dict[str, OrderedDict[str, _Sent]] = {}
+        """By box and request: those that have not ended, in the order in which they were sent, but
+        not much older than `UNSEEN_SECONDS`."""
         self._asked: dict[str, dict[ModelName, float]] = {}
         """By box: when each model was asked for last."""
 
     def ranked(self, hint: Hint, reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Keys of the boxes for a request, the best first. Boxes that refused it come only if
-        nothing else is left, and a box without the model only if no box is known to have it."""
+        nothing else is left, and a box without the model only if no box is known to have it.
+        O(boxes + requests of the last `UNSEEN_SECONDS` + models of the last `LATELY_SECONDS`), and
+        what the rule costs."""
         boxes = {key: self._state(key, report) for key, report in reports.items()}
         model = _served_name(hint.model, (box.load for box in boxes.values()))
         left = {key: box for key, box in boxes.items() if box.name not in hint.excluded}
@@ -95,18 +99,21 @@ class KnownBoxes:
     def sent(self, key: str, request: str, model: ModelName) -> None:
         """A request goes to a box."""
         now, model = self._now(), _served_name(model, (load for _, load in self._loads.values()))
-        self._under_way.setdefault(key, {})[request] = _Sent(now, model)
+        unseen = self._unseen.setdefault(key, OrderedDict())
+        unseen[request] = _Sent(now, model)
+        unseen.move_to_end(request)
         _, load = self._loads.get(key, (b"", NO_LOAD))
         if model in load.catalogue:  # clients ask for whatever they like, and for no model at all
             self._asked.setdefault(key, {})[model] = now
 
     def ended(self, key: str, request: str) -> None:
         """It has its answer, or there will be none."""
-        self._under_way.get(key, {}).pop(request, None)
+        if (unseen := self._unseen.get(key)) is not None:
+            unseen.pop(request, None)
 
     def keep(self, keys: Sequence[str]) -> None:
         """Forget boxes that have gone."""
-        for known in (self._loads, self._under_way, self._asked):
+        for known in (self._loads, self._unseen, self._asked):
             for key in [key for key in known if key not in keys]:
                 del known[key]
 
@@ -119,17 +126,16 @@ class KnownBoxes:
         asked = self._asked.setdefault(key, {})
         for model in [model for model, at in asked.items() if at < now - LATELY_SECONDS]:
             del asked[model]
-        sent = [one for one in self._under_way.get(key, {}).values() if one.at >= since]
-        models = {
-            model: sum(one.model == model for one in sent)
-            for model, at in asked.items()
-            if at >= since
-        }
+        unseen = self._unseen.setdefault(key, OrderedDict())
+        while unseen and next(iter(unseen.values())).at < since:
+            unseen.popitem(last=False)
+        counts = Counter([one.model for one in unseen.values()])
+        models = {model: counts[model] for model, at in asked.items() if at >= since}
         return BoxState(
             name=report.get("box", key),
             load=cached[1],
             dead=bool(report.get("dead", not body)),
-            sent=len(sent),
+            sent=len(unseen),
             sent_models=models,
             lately=frozenset(asked),
         )
