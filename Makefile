@@ -12,6 +12,8 @@ CONFIG ?= etc/appliance.toml
 # Which tests the targets below run: a marker of pytest. `make test-unit CASES=` runs all.
 CASES ?= not thorough
 COVERED := tests/unit/scheduling
+# Unit tests wait for a quarter of their time.
+PROCESSES := $(shell echo $$(($$(nproc) + 1)))
 
 # Tests start many processes: what Python compiled for one is read by the next.
 unexport PYTHONDONTWRITEBYTECODE
@@ -72,7 +74,7 @@ deb: $(VENV)/.appliance ## A Debian package in dist/ (docs/operations.md)
 	$(BIN)/python packaging/build_deb.py
 
 check: lint ## Lint, types and most unit tests, in three minutes on two cores
-	$(BIN)/python -m pytest -q -n auto -m "not thorough" tests/unit
+	$(BIN)/python -m pytest -q -n $(PROCESSES) -m "not thorough" tests/unit
 
 # Types are checked on one processor; the lab has the others meanwhile.
 test: $(VENV)/.dev ## Lint and the tests that every change has to pass, in less than 20 minutes on two cores
@@ -83,7 +85,7 @@ test-thorough: $(VENV)/.dev ## All the tests that `make test` leaves out, in abo
 	$(MAKE) CASES=thorough test-unit test-frontend test-engine test-system
 
 test-unit: $(VENV)/.dev ## Fast tests, no engine; those of the scheduling machine are test-coverage's
-	$(BIN)/python -m pytest -q -n auto -m "$(CASES)" $(COVERED:%=--ignore=%) tests/unit
+	$(BIN)/python -m pytest -q -n $(PROCESSES) -m "$(CASES)" $(COVERED:%=--ignore=%) tests/unit
 
 test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every branch of it
 	$(BIN)/python -m pytest -q -n auto $(COVERED) \

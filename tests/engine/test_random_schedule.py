@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from appliance.vocabulary import Task
 from benchmarks.endurance.memory.kinds import ENCODER, Served
 from benchmarks.endurance.memory.schedule import RandomSchedule, described
@@ -18,6 +20,7 @@ from tests.engine.shrunken import make_shrunken
 OPERATIONS = 600
 
 
+@pytest.mark.thorough
 def test_a_random_schedule_changes_no_token(tmp_path: Path) -> None:
     """After turns, swaps, migrations, prefetches, cancelled loads and dropped images in random
     order every token is plain vLLM's, every book balances, and nothing is left."""

@@ -10,47 +10,52 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import httpx
+import pytest
 
+from appliance.config.loader import load_config
+from appliance.demo.checkpoints import write_config
+from appliance.demo.run import answered as plain_answers
 from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from tests.patience import PATIENCE_SECONDS
 from tests.processes import worker_parent
 from tests.system.conftest import Appliance, memfds, start
 
-KILLS = 10
 MODELS = ["llama-a", "qwen2-a", "qwen3-a"]
 """One of each architecture: a new worker builds an engine for each."""
+LONGEST = 15
+"""Chats, the longest of these models', three at a time."""
 TOKENS_BEFORE_KILL = 12
 RESTARTS = "appliance_worker_restarts_total{"
 
 
-def test_ten_kills_in_a_row(
-    checkpoints: Path, chats: list[ChatRequest], expected: dict[ChatRequest, list[int]]
-) -> None:
-    """Ten times the worker that produces the stream is killed, and once what workers are forked
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.thorough)])
+def test_kills_in_a_row(kills: int, checkpoints: Path, chats: list[ChatRequest]) -> None:
+    """Each time the worker that produces the stream is killed, and once what workers are forked
     from, which ends no worker; every stream completes, with the same tokens, and no process, memfd
     or socket stays behind."""
     mine = [chat for chat in chats if chat.model in MODELS]
-    long = sorted(mine, key=lambda chat: -chat.max_tokens)
+    long = sorted(mine, key=lambda chat: -chat.max_tokens)[:LONGEST]
+    expected = plain_answers(load_config(write_config(checkpoints, MODELS)), long)
     with start(checkpoints, "aegaeon", models=MODELS) as appliance:
         warm = asyncio.run(send(appliance.url, long[:1], lambda _: None))
-        assert warm[0].tokens == expected[long[0]]
+        assert warm[0].tokens == expected[long[0]].tokens
         parent = worker_parent(appliance.pid)
         descriptors = _descriptors(appliance.pid)
         killed: set[int] = set()
-        for number in range(KILLS):
-            if number == KILLS // 2:
+        for number in range(kills):
+            if number == kills // 2:
                 os.kill(parent, signal.SIGKILL)
                 # An order to one that dies would be lost, and count as a restart, too.
                 asyncio.run(_until(lambda: _has_other_parent(appliance, parent)))
-            trio = [long[(3 * number + i) % 15] for i in range(3)]
+            trio = [long[(3 * number + i) % LONGEST] for i in range(3)]
             answers = asyncio.run(_send_and_kill(appliance, trio, killed))
             assert len(killed) == number + 1, "every round kills a worker in mid-stream"
             assert [answer.error for answer in answers] == [None] * 3
-            assert [answer.tokens for answer in answers] == [expected[chat] for chat in trio]
+            assert [one.tokens for one in answers] == [expected[chat].tokens for chat in trio]
         asyncio.run(_until(lambda: _all_up(appliance)))
         text = httpx.get(f"{appliance.url}/metrics", timeout=PATIENCE_SECONDS).text
         restarts = [line for line in text.splitlines() if line.startswith(RESTARTS)]
-        assert sum(float(line.split()[-1]) for line in restarts) == KILLS
+        assert sum(float(line.split()[-1]) for line in restarts) == kills
         # The system reaps those whose parent was killed, in its own time.
         asyncio.run(_until(lambda: _gone(killed)))
         # Before, the connection of the first chat may not have been closed yet.

@@ -34,6 +34,8 @@ from tests.unit.doubles.notify import Manager, manager
 
 T = TypeVar("T")
 CHATS: Final = "/v1/chat/completions"
+MODELS = ["llama-a", "qwen2-a", "qwen3-a"]
+"""One of each architecture: each daemon builds an engine for each."""
 CLIENTS = 8
 BEFORE, AFTER = 8, 12
 """Answers before the first signal, and after each."""
@@ -49,10 +51,9 @@ def test_restarts_under_load(checkpoints: Path, tmp_path: Path) -> None:
     A batch runs meanwhile: every line has one answer, which its key is charged for once."""
     keys, folder = tmp_path / "keys.json", tmp_path / "batches"
     file = configure(checkpoints, keys, folder)
-    models = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, manager(tmp_path) as told:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        load = Load(url, models, new_key(keys, "clients"))
+        load = Load(url, new_key(keys, "clients"))
         with (
             ExitStack() as daemons,
             openai.OpenAI(base_url=f"{url}/v1", api_key=new_key(keys, "nightly")) as nightly,
@@ -63,7 +64,7 @@ def test_restarts_under_load(checkpoints: Path, tmp_path: Path) -> None:
 
             first = start("first.log")
             until(lambda: any("READY" in message for message in told.heard()))
-            batch = begin_batch(nightly, models[0])
+            batch = begin_batch(nightly, MODELS[0])
             until(lambda: completed(nightly, batch) > 0)
 
             async def restarts() -> Batch:
@@ -112,7 +113,7 @@ def test_restarts_under_load(checkpoints: Path, tmp_path: Path) -> None:
 
 def configure(checkpoints: Path, keys: Path, folder: Path) -> Path:
     """One instance; what runs has a short while to end; two lines of a batch at a time."""
-    text = write_config(checkpoints, policy="appliance", instances=1).read_text()
+    text = write_config(checkpoints, MODELS, policy="appliance", instances=1).read_text()
     api = f"[api]\nkeys = {str(keys)!r}\nopen_metrics = true\ndrain = '2s'\n"
     batches = f"[batches]\ndirectory = {str(folder)!r}\nconcurrency = 2\n"
     file = keys.with_name("appliance.toml")
@@ -215,10 +216,9 @@ def daemon(
 class Load:
     """Clients that ask one thing after the other. Every request is of a connection of its own."""
 
-    def __init__(self, url: str, models: list[str], key: str) -> None:
+    def __init__(self, url: str, key: str) -> None:
         self.outcomes: Counter[str] = Counter()
         self._url = url
-        self._models = models
         self._headers = {"Authorization": f"Bearer {key}"}
         self._over = False
 
@@ -245,7 +245,7 @@ class Load:
     async def _ask_on(self, number: int) -> None:
         turn = number
         while not self._over:
-            model = self._models[turn % len(self._models)]
+            model = MODELS[turn % len(MODELS)]
             self.outcomes[await self._ask(model, stream=bool(turn % 2))] += 1
             turn += CLIENTS + 1
 
