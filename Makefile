@@ -13,7 +13,7 @@ CONFIG ?= etc/appliance.toml
 CASES ?= not thorough
 COVERED := tests/unit/scheduling
 # Unit tests wait for a quarter of their time.
-PROCESSES := $(shell echo $$(($$(nproc) + 1)))
+PROCESSES := $(shell echo $$(($$(env -u OMP_NUM_THREADS nproc) + 1)))
 
 # Tests start many processes: what Python compiled for one is read by the next.
 unexport PYTHONDONTWRITEBYTECODE
@@ -73,7 +73,7 @@ serve: $(VENV)/.appliance ## Run the daemon (CONFIG=etc/appliance.toml)
 deb: $(VENV)/.appliance ## A Debian package in dist/ (docs/operations.md)
 	$(BIN)/python packaging/build_deb.py
 
-check: lint ## Lint, types and most unit tests, in three minutes on two cores
+check: lint ## Lint, types and most unit tests, in seven minutes on two cores
 	$(BIN)/python -m pytest -q -n $(PROCESSES) -m "not thorough" tests/unit
 
 # Types are checked on one processor; the lab has the others meanwhile.

@@ -327,7 +327,7 @@ def main() -> None:
     if given.engine:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "box").mkdir()
-            places = [f"{folder}/models", f"{folder}/box", str(port), MODEL]
+            places = [f"{folder}/models", f"{folder}/box", str(port), MODEL, "--short-turns"]
             with process([str(given.engine), "-m", "tests.fleet.daemon", *places]):
                 asked = Asked(alone=20, clients=given.clients, each=3, tokens=32)
                 found["daemon"] = with_box(url, asked, given.rounds)

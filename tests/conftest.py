@@ -60,15 +60,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many cases, the last one is representative where each case has an engine or a
-    front end, of one with two both; the others are thorough
-    (docs/decisions/0128-two-tiers-of-tests.md)."""
+    """Where each case has an engine or a front end, the first one stands for all: the others of a
+    test with more than two cases are thorough (docs/decisions/0128-two-tiers-of-tests.md)."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.path.relative_to(TESTS).parts[0] in SAMPLED:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():
-        for item in same[:-1] if len(same) > 2 else ():
+        for item in same[1:] if len(same) > 2 else ():
             item.add_marker(pytest.mark.thorough)
 
 

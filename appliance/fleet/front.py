@@ -40,7 +40,7 @@ REFUSALS: Final = frozenset({429, 503})
 MOST_HELD_BYTES: Final = 1 << 20
 """Of an answer that is no stream: if it breaks off, the client gets an error in its place."""
 MOST_HELD_ANSWERS: Final = 64
-"""Of all requests together, as many of the longest."""
+"""Answers that are held have together no more bytes than so many of the longest."""
 _MOST_REFUSAL_BYTES: Final = 1 << 20
 _OF_ANY_BOX: Final = frozenset(
     {"/", "/livez", "/health", "/readyz", "/version", "/api/version", "/openapi.json", "/docs"}

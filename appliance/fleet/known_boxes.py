@@ -70,8 +70,8 @@ class KnownBoxes:
     def ranked(self, hint: Hint, reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Keys of the boxes for a request, the best first. Boxes that refused it come only if
         nothing else is left, and a box without the model only if no box is known to have it.
-        O(boxes + requests of the last `UNSEEN_SECONDS` + models of the last `LATELY_SECONDS`), and
-        what the rule costs."""
+        O(requests of the last `UNSEEN_SECONDS` + models of the last `LATELY_SECONDS`), and
+        O(boxes²), as the rule is asked once for each box that has the model."""
         boxes = {key: self._state(key, report) for key, report in reports.items()}
         model = _served_name(hint.model, (box.load for box in boxes.values()))
         left = {key: box for key, box in boxes.items() if box.name not in hint.excluded}

@@ -311,8 +311,6 @@ class StandInCore:
             await self.process.wait()
         if self.forked is not None:
             kill(self.forked.handle)
-            await ended(self.forked.handle)
-            os.close(self.forked.handle)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -321,6 +319,8 @@ class StandInCore:
         for sock in (self._listener, self._handover):
             if sock is not None:
                 sock.close()
+        if self.forked is not None:
+            await ended(self.forked.handle)
 
     # --- the core --------------------------------------------------------------------------------
 
@@ -453,7 +453,7 @@ class StandInCore:
 
 
 async def ended(process: int) -> None:
-    """Return when the process of a pidfd has ended."""
+    """Return when the process of a pidfd has ended, and close that."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process, over.set)
     try:
@@ -461,6 +461,7 @@ async def ended(process: int) -> None:
             await over.wait()
     finally:
         loop.remove_reader(process)
+        os.close(process)
 
 
 @asynccontextmanager

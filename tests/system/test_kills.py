@@ -22,19 +22,19 @@ from tests.system.conftest import Appliance, memfds, start
 
 MODELS = ["llama-a", "qwen2-a", "qwen3-a"]
 """One of each architecture: a new worker builds an engine for each."""
-LONGEST = 15
-"""Chats, the longest of these models', three at a time."""
+CHATS = 15
+"""So many take turns: the longest ones of these models, three in each round."""
 TOKENS_BEFORE_KILL = 12
 RESTARTS = "appliance_worker_restarts_total{"
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.thorough)])
 def test_kills_in_a_row(kills: int, checkpoints: Path, chats: list[ChatRequest]) -> None:
-    """Each time the worker that produces the stream is killed, and once what workers are forked
+    """The worker that produces a stream is killed in each round, and once what workers are forked
     from, which ends no worker; every stream completes, with the same tokens, and no process, memfd
     or socket stays behind."""
     mine = [chat for chat in chats if chat.model in MODELS]
-    long = sorted(mine, key=lambda chat: -chat.max_tokens)[:LONGEST]
+    long = sorted(mine, key=lambda chat: -chat.max_tokens)[:CHATS]
     expected = plain_answers(load_config(write_config(checkpoints, MODELS)), long)
     with start(checkpoints, "aegaeon", models=MODELS) as appliance:
         warm = asyncio.run(send(appliance.url, long[:1], lambda _: None))
@@ -47,7 +47,7 @@ def test_kills_in_a_row(kills: int, checkpoints: Path, chats: list[ChatRequest])
                 os.kill(parent, signal.SIGKILL)
                 # An order to one that dies would be lost, and count as a restart, too.
                 asyncio.run(_until(lambda: _has_other_parent(appliance, parent)))
-            trio = [long[(3 * number + i) % LONGEST] for i in range(3)]
+            trio = [long[(3 * number + i) % CHATS] for i in range(3)]
             answers = asyncio.run(_send_and_kill(appliance, trio, killed))
             assert len(killed) == number + 1, "every round kills a worker in mid-stream"
             assert [answer.error for answer in answers] == [None] * 3

@@ -247,7 +247,7 @@ class Load:
         while not self._over:
             model = MODELS[turn % len(MODELS)]
             self.outcomes[await self._ask(model, stream=bool(turn % 2))] += 1
-            turn += CLIENTS + 1
+            turn += CLIENTS + 3  # another model, and streamed or not, each time
 
     async def _ask(self, model: str, *, stream: bool) -> str:
         """What came of one request, in a word."""

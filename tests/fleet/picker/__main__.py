@@ -190,6 +190,7 @@ async def main(envoy: Path, epp: Path, folder: Path) -> int:
     report = Report()
     keys = folder / "keys.json"
     key, observer = keys_in(keys)
+    # The switches in docs/fleet.md were counted so.
     boxes = [
         BoxProcess(name, free_port(), folder / name, MODELS, keys, short_turns=True)
         for name in "abc"

@@ -193,6 +193,9 @@ async def test_all_answers_together_are_not_held_for_long(monkeypatch: pytest.Mo
         answers = [await one for one in begun]
         assert {await answer.aread() for answer in answers} == {first + last}
 
+        box.breaks = True  # there is room again: the error has the place of the answer
+        assert (await client.post(PATH, json=CHAT)).status_code == 502
+
 
 async def test_a_box_that_breaks_off_before_it_answers_is_not_asked_again() -> None:
     """It may be the request that ended it, and would end the next one."""

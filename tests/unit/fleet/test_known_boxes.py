@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from appliance.fleet.calls import Hint
 from appliance.fleet.known_boxes import NO_LOAD, UNSEEN_SECONDS, KnownBoxes, Report, read_load
-from appliance.fleet.ranking import LATELY_SECONDS, choose_random, choose_residency
+from appliance.fleet.ranking import (
+    LATELY_SECONDS,
+    BoxState,
+    FleetRequest,
+    choose_random,
+    choose_residency,
+)
 
 HINT = Hint(model="m")
 
@@ -56,6 +63,42 @@ def test_what_was_sent_counts_until_the_box_says_it_itself() -> None:
     clock.seconds = UNSEEN_SECONDS * 2
     resident = both | {other: report(other, resident=["m"])}
     assert router.ranked(HINT, resident)[0] == other
+
+
+def test_requests_count_until_they_end_or_the_box_says_them_itself() -> None:
+    """Whichever is first, in whatever order they end. One that is sent again counts once."""
+    seen: list[BoxState] = []
+
+    def rule(request: FleetRequest, boxes: Sequence[BoxState], chance: float) -> BoxState:
+        seen.append(boxes[0])
+        return boxes[0]
+
+    clock = Clock()
+    router = KnownBoxes(rule, clock, lambda: 0.0)
+    box = {"1": report("a", catalogue=["m", "n"])}
+
+    def counted() -> tuple[int, dict[str, int]]:
+        router.ranked(HINT, box)
+        return seen[-1].sent, dict(seen[-1].sent_models)
+
+    assert counted() == (0, {})
+    for number, model in enumerate("mnm"):
+        clock.seconds = number * UNSEEN_SECONDS / 4
+        router.sent("1", f"r{number}", model)
+    assert counted() == (3, {"m": 2, "n": 1})
+    router.ended("1", "r1")
+    assert counted() == (2, {"m": 2, "n": 0})
+    router.sent("1", "r0", "m")
+    assert counted() == (2, {"m": 2, "n": 0})
+
+    clock.seconds = UNSEEN_SECONDS * 1.3
+    assert counted() == (2, {"m": 2})
+    router.ended("1", "r2")
+    assert counted() == (1, {"m": 1})
+    clock.seconds = UNSEEN_SECONDS * 1.6
+    assert counted() == (0, {})
+    router.ended("1", "r0")
+    assert counted() == (0, {})
 
 
 def test_a_model_that_had_requests_lately_keeps_its_place() -> None:

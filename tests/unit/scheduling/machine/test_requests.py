@@ -287,7 +287,8 @@ def test_too_long_for_the_host_tier() -> None:
 
 
 def test_very_many_requests_too_long_for_the_host_tier() -> None:
-    """However many of them wait for an engine, each is served when it is there."""
+    """However many of them wait for an engine, each is served when it is there: also more than
+    Python allows calls within calls."""
     cluster = ClusterDouble(small(1), host_slabs=4 + 2)
     cluster.start()
     lives = [cluster.ask(f"r{index}", "a", prompt=90, output=2) for index in range(1050)]
