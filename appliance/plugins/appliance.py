@@ -23,7 +23,7 @@ from appliance.plugins import parking
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.homes import Homes, find_seekers
 from appliance.plugins.instance_work.costly import CostlySwitches, CostlyTurn, soonest
-from appliance.plugins.instance_work.expected import Expectations
+from appliance.plugins.instance_work.expected import Expectations, Expected
 from appliance.plugins.instance_work.loads import Loads
 from appliance.plugins.instance_work.outlook import ModelWork, Outlooks, Terms
 from appliance.plugins.lone_model import (
@@ -32,6 +32,7 @@ from appliance.plugins.lone_model import (
     count_kv_tokens,
     find_batch,
 )
+from appliance.plugins.separation import MIXED_FACTOR
 from appliance.plugins.shedding import (
     OwnCosts,
     Shed,
@@ -265,7 +266,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self, now: float, model: ModelName, instance: InstanceView, costs: Costs
     ) -> BatchLimits:
         """As many as there are. A prompt in the same steps is computed in parts that keep steps in
-        their TBT target, unless it is urgent. Prompts are computed one by one where other models
+        their TBT target, unless it is urgent, and the model does not have all the work: then there
+        is no slack for steps that take longer. Prompts are computed one by one where other models
         have work, so that what comes next is decided after each. O(groups + batches), and
         changes."""
         batch = find_batch(instance, model)
@@ -275,14 +277,19 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         whole = BatchLimits(requests=UNLIMITED, prompt_tokens=0 if others else PROMPT_TOKENS)
         if batch is None or expected.prompt_seconds_per_token <= 0:
             return whole
-        step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
-        left = self.longest_step * self._lone.step_target(batch) - step
-        chunk = int(left / expected.prompt_seconds_per_token)
+        token_seconds, kv_tokens = expected.prompt_seconds_per_token, batch.kv_tokens
+        alone = self.separate and self._lone.is_alone(model)
+        if alone:
+            token_seconds = _token_seconds(model, instance, expected, costs)
+            if not self._lone.is_apart(model):  # else few steps of those that decode have prompts
+                kv_tokens = round(MIXED_FACTOR * kv_tokens)
+        step = costs.step_seconds(model, batch.requests, kv_tokens)
+        chunk = int((self.longest_step * self._lone.step_target(batch) - step) / token_seconds)
         work = self._outlooks.of(now, instance, costs)[model]
         if chunk < SMALLEST_CHUNK or (
             work.latest + (work.promised - work.due) <= now
             and now + work.prompt_seconds < batch.deadline
-            and not self._lone.is_apart(model)
+            and not alone
         ):
             return whole
         return BatchLimits(
@@ -465,6 +472,23 @@ def _own_group(now: float, request: RequestView, view: InstanceView) -> int | No
         ):
             return index
     return None
+
+
+def _token_seconds(
+    model: ModelName, instance: InstanceView, expected: Expected, costs: Costs
+) -> float:
+    """What a token takes of the model's prompts that wait, in the mean: more in long ones, as each
+    reads those before it. O(groups)."""
+    tokens = waiting = 0
+    for group in instance.groups:
+        if group.model == model:
+            tokens += group.tokens
+            waiting += group.waiting
+    mean = tokens // max(1, waiting)
+    if not mean:
+        return expected.prompt_seconds_per_token
+    whole = costs.prefill_seconds(model, mean) - expected.prompt_seconds
+    return max(expected.prompt_seconds_per_token, whole / mean)
 
 
 def _late_last(now: float, indexes: Sequence[int], deadlines: Sequence[float]) -> list[int]:

@@ -64,6 +64,8 @@ class LoneModel:
         self._step_share = step_share
         self._assumed_tokens = answer_tokens
         self._model: ModelName | None = None
+        self._only = False
+        """Whether the catalogue has one model."""
         self._begin()
         self._separation = Separation()
         self._settling: ModelName | None = None
@@ -80,6 +82,10 @@ class LoneModel:
         self._slo, self._most = ANY_TARGETS, math.inf
         self._prefill: frozenset[InstanceId] = frozenset()
         self._decode: frozenset[InstanceId] = frozenset()
+
+    def is_alone(self, model: ModelName) -> bool:
+        """Whether no other model had work at the last look, or there is no other."""
+        return model == self._model or self._only
 
     def is_apart(self, model: ModelName) -> bool:
         """Whether some of the model's instances only prefill."""
@@ -116,6 +122,7 @@ class LoneModel:
     def plan(self, now: float, cluster: ClusterView, costs: Costs) -> None:
         """Look at everything anew, each second. O(models + instances)."""
         busy = [m for m in cluster.models if m.requests or m.arrivals_per_second > LEAST_RATE]
+        self._only = len(cluster.models) == 1
         model = busy[0] if len(busy) == 1 else None
         if model is None or model.name != self._model:
             self._separation.mix(now)

@@ -23,7 +23,7 @@ MIXED_FACTOR = 1.3
 """How much longer decoding reads KV in steps that also compute prompts (docs/lab.md)."""
 FEWEST_INSTANCES = 3
 """With two, one would prefill and one decode whatever is asked: too coarse for any load."""
-GAIN = 0.15
+GAIN = 0.1
 """To separate has to carry more than to mix by this share, and another number more than the one
 there is."""
 WORTH_SHARE = 0.4

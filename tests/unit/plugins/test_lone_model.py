@@ -445,19 +445,29 @@ def test_a_model_that_only_embeds_has_no_instances_that_decode() -> None:
 
 
 def test_a_prompt_with_a_target_of_its_own_is_late_by_that() -> None:
-    """A second is enough for a prompt that has one second, however long others may take."""
+    """A second is enough for a prompt that has one second, however long others may take: no
+    more instances compute prompts than without it. A tenth of it is not."""
+    assert _prefilling(1.0) == _prefilling(None)
+    assert _prefilling(0.1) == 1 + _prefilling(None)
+
+
+def _prefilling(left_seconds: float | None) -> int:
+    """How many instances compute prompts after a while in which a prompt waits on each, with so
+    much of its second left."""
     views = [lone(number, 4) for number in range(16)]
     policy = apart(views)
     prefill, _ = sides(policy, 16)
     hurried = group_view("a", ttft=1.0)
-    for second in range(SECONDS, SECONDS + 3):
-        waits = structs.replace(hurried, deadline=second + 1.0)
-        shown = [
-            structs.replace(view, groups=(waits,)) if view.id in prefill else view for view in views
-        ]
+    for second in range(SECONDS, SECONDS + 15):
+        shown = views
+        if left_seconds is not None:
+            waits = structs.replace(hurried, deadline=second + left_seconds)
+            shown = [
+                structs.replace(view, groups=(waits,)) if view.id in prefill else view
+                for view in views
+            ]
         policy.place(now=float(second), cluster=cluster_view(shown, model(4.0)), costs=COSTS)
-
-    assert len(sides(policy, 16)[0]) == len(prefill)
+    return len(sides(policy, 16)[0])
 
 
 @pytest.mark.parametrize("tbt", [0.02, 5.0])
