@@ -227,25 +227,27 @@ class _Client:
                 return
         else:
             await self._start(head.status, headers)
-        line_ended = True
+        line_begun = False
         async for item in items:
             match item:
                 case bytes():
                     if item:
-                        line_ended = item.endswith(b"\n")
+                        # White space that kept a silent stream alive begins no line.
+                        _, newline, line = item.rpartition(b"\n")
+                        line_begun = bool(line.strip()) or (line_begun and not newline)
                         await self._bytes(item)
                 case Failed():
-                    last = self._last_words(head, _broken(item), line_ended)
+                    last = self._last_words(head, _broken(item), line_begun)
                     if last is None:
                         raise ConnectionAbortedError(item.reason)
                     await self._bytes(last)
         await self._bytes(b"", more=False)
 
-    def _last_words(self, head: Head, error: ApiError, line_ended: bool) -> bytes | None:
+    def _last_words(self, head: Head, error: ApiError, line_begun: bool) -> bytes | None:
         kind = _kind(head)
         said = shape_of(self.path)(error, self.header(b"x-request-id").decode("latin-1"))
         if kind == b"application/x-ndjson":
-            return (b"" if line_ended else b"\n") + said + b"\n"
+            return (b"\n" if line_begun else b"") + said + b"\n"
         if kind == b"text/event-stream":
             if self.path.startswith(("/v1/messages", "/v1/responses")):
                 return b"\n\nevent: error\ndata: %s\n\n" % said

@@ -152,6 +152,31 @@ async def test_a_stream_that_breaks_off_ends_with_an_error(
         assert "error" in json.loads(said.strip())
 
 
+@pytest.mark.parametrize(
+    ("begun", "lines"),
+    [
+        ((b" ",), 1),  # white space keeps a silent stream alive
+        ((b" ", b" "), 1),
+        ((b'{"done":false}\n', b" "), 2),
+        ((b'{"done":false}\n  ',), 2),
+        ((b' {"done":false}', b"\n"), 2),
+        ((b' {"done":fal', b" "), 2),  # the first of which broke off
+    ],
+)
+async def test_lines_that_break_off_are_all_json_but_the_broken_one(
+    begun: tuple[bytes, ...], lines: int
+) -> None:
+    boxes = {name: ScriptedBox(headers=LINES, chunks=begun, breaks=True) for name in "ab"}
+    async with fleet_of(boxes) as (client, _):
+        answer = await client.post("/api/chat", json=CHAT)
+
+    *before, last, rest = answer.content.split(b"\n")
+    assert (len(before), rest) == (lines - 1, b"")
+    assert "gave no whole answer" in json.loads(last)["error"]
+    for line in before:
+        assert line.strip() == b'{"done":fal' or json.loads(line) == {"done": False}
+
+
 async def test_an_answer_that_is_no_stream_is_held_until_it_is_whole() -> None:
     """If it breaks off, there is an error in its place. It is not tried again."""
     boxes = {name: ScriptedBox(breaks=True) for name in "ab"}
