@@ -415,8 +415,9 @@ class PolicyTable(Section, kw_only=True):
     autopilot_interval_seconds: Annotated[
         Seconds,
         Meta(
-            description="From one replay of the autopilot to the next, 10s at least. All together "
-            "take a tenth of one core at most, over any hour; what is beyond comes later.",
+            description="From one replay of the autopilot to the next, 10s at least. It is longer "
+            "where a replay may take more than a tenth of one core in that time, or those of an "
+            "hour more than 360 s.",
         ),
     ] = msgspec.field(default=Seconds(300), name="autopilot_interval")
     autopilot_cpu_seconds: Annotated[

@@ -10,7 +10,7 @@ from appliance.vocabulary import Word
 
 HOUR_SECONDS: Final = 3600.0
 CPU_SHARE: Final = 0.1
-"""Of one core, over any hour, that all replays together may take."""
+"""Of one core, over any hour and since the daemon began, that all replays together may take."""
 
 
 class AutopilotMode(StrEnum):
@@ -26,7 +26,7 @@ class AutopilotTerms(Word, frozen=True):
 
     mode: AutopilotMode = AutopilotMode.OFF
     interval_seconds: float = 300.0
-    """From the begin of a replay to that of the next one."""
+    """From the begin of a replay to that of the next one; longer where `CPU_SHARE` asks for it."""
     cpu_seconds: float = 25.0
     """Of a replay of all candidates; its process may take `START_CPU_SECONDS` more to begin."""
     window_seconds: float = 600.0

@@ -190,6 +190,8 @@ class Control:
         self._phase: _Waiting | _Replaying | _Changing | _Watching | _Returning = _Waiting()
         self._next: float | None = None
         """When the next replay is due; an interval after the first tick."""
+        self._paced_from = math.inf
+        """The first moment, or the begin of the last replay."""
         self._samples: deque[tuple[float, Promises]] = deque()
         """Under the policies that decide now."""
         self._active: PolicyChoice | None = None
@@ -241,6 +243,7 @@ class Control:
         self._sample(at, seen)
         if self._next is None:
             self._next = at.seconds + self.terms.interval_seconds
+        self._paced_from = min(self._paced_from, at.seconds)
         began = self._seasons.began(at.hour())
         match self._phase:
             case _Waiting() if began and (ahead := self._ahead(at, seen)):
@@ -350,6 +353,7 @@ class Control:
         self.configured_times += 1
         self.terms, self._configured, self._held = terms, configured, False
         self._next = at.seconds + terms.interval_seconds
+        self._paced_from = min(self._paced_from, at.seconds)
         return [*ends, *forgotten]
 
     # --- what follows ----------------------------------------------------------------------------
@@ -384,9 +388,12 @@ class Control:
             return [self._note(at, AutopilotStep.FAILED, reason)]
         if seen.promises == Promises():
             return []  # a daemon that starts for minutes is not charged for an empty journal
+        if at.seconds - self._paced_from < self._charge / CPU_SHARE:
+            return []  # it begins when a tenth of the time before it is as much as it may take
         if not self._budget.charge(at.seconds, self._charge):
             return []  # it begins as soon as enough of the last hour is over
         self._next = at.seconds + self.terms.interval_seconds
+        self._paced_from = at.seconds
         self._phase = _Replaying(at.seconds)
         return [
             StartReplay(

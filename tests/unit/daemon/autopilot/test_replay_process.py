@@ -89,7 +89,7 @@ def weight(process: psutil.Process) -> str:
 
 async def test_a_wrong_policy_is_replaced(rig: Rig) -> None:
     """From the file of the journal, by a process of its own, to the policies that decide."""
-    rig.serve(12, IN_TIME)
+    rig.serve_until_due(IN_TIME)
     await rig.noted(1)
     (note,) = rig.pilot.report().notes
     assert note.what == "applied", note.reason
@@ -111,7 +111,7 @@ async def test_its_limits(rig: Rig) -> None:
     """It has the lowest priority, also as a session, and an end of its processor time and memory,
     and it does not outlive the daemon's interest."""
     rig.pilot.replay = replay
-    rig.serve(12, IN_TIME)
+    rig.serve_until_due(IN_TIME)
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not (found := children()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
