@@ -31,6 +31,11 @@ processors that takes minutes, and a process that is killed for it would never g
 log = logging.getLogger(__name__)
 
 
+class NotForked(Exception):
+    """The process died at once, or the one that it was to be forked from died before it had forked
+    any."""
+
+
 class Child(NamedTuple):
     """A process that was forked. `handle` is its pidfd, which the receiver closes."""
 
@@ -40,8 +45,7 @@ class Child(NamedTuple):
 
 OnLost: TypeAlias = Callable[[OSError | None], None]
 """Called when no process comes of an order. An error: none could be forked, which says nothing of
-what the process was to be. None: it died at once, or what it was to be forked from died before it
-had forked any."""
+what the process was to be. None: as with `NotForked`."""
 
 
 class _Waiting(NamedTuple):
@@ -145,6 +149,35 @@ class ForkServer:
         now = asyncio.get_running_loop().time()
         self._forking[order.number] = _Waiting(now, on_forked, on_lost)
         self._watch()
+
+    async def child(self, order: Fork, descriptors: Sequence[int]) -> Child:
+        """Order a process as soon as something can be ordered, which may take minutes, and wait
+        until it is there. The descriptors stay open until then. If this is cancelled, the process
+        is ended. Raises `OSError`, and `NotForked`."""
+        await self.until_there()
+        born: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+
+        def end(child: Child) -> None:
+            kill(child.handle)
+            os.close(child.handle)
+
+        def on_forked(child: Child) -> None:
+            if born.done():  # it is not waited for any more
+                end(child)
+            else:
+                born.set_result(child)
+
+        def on_lost(error: OSError | None) -> None:
+            if not born.done():
+                born.set_exception(error or NotForked())
+
+        self.fork(order, descriptors, on_forked, on_lost)
+        try:
+            return await born
+        except asyncio.CancelledError:
+            if not born.cancelled() and born.exception() is None:  # it came in the same moment
+                end(born.result())
+            raise
 
     def _watch(self) -> None:
         """Set the alarm anew, if orders wait."""
@@ -277,6 +310,16 @@ class ForkServer:
             kill(handles[0])
             os.close(handles[0])
         return True
+
+
+async def wait_ended(process: int) -> None:
+    """Return when the process of a pidfd has ended."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, over.set)
+    try:
+        await over.wait()
+    finally:
+        loop.remove_reader(process)
 
 
 def kill(process: int) -> None:

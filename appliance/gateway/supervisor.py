@@ -23,7 +23,7 @@ import msgspec
 from appliance import framing
 from appliance.forking.orders import Fork
 from appliance.forking.pauses import FIRST_PAUSE_SECONDS, pause_after
-from appliance.forking.server import kill
+from appliance.forking.server import kill, wait_ended
 from appliance.gateway.front_forks import ZYGOTE, front_forks
 from appliance.http.errors import ApiError
 from appliance.platform.descriptors import receive_descriptors
@@ -295,15 +295,12 @@ class FrontEndProcess(asyncio.Protocol):
         """Until its process is gone; a while at most."""
         if self._process is None:
             return
-        gone = asyncio.Event()
-        self._loop.add_reader(self._process, gone.set)
         try:
             async with asyncio.timeout(LAST_SECONDS):
-                await gone.wait()
+                await wait_ended(self._process)
         except TimeoutError:
             log.error("front end %d was killed and does not end", self.number)
         finally:
-            self._loop.remove_reader(self._process)
             os.close(self._process)
             self._process = None
 

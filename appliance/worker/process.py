@@ -19,9 +19,10 @@ import msgspec
 
 from appliance import framing
 from appliance.forking.pauses import FIRST_PAUSE_SECONDS, pause_after
+from appliance.forking.server import NotForked
 from appliance.vocabulary import InstanceId
 from appliance.worker import frames
-from appliance.worker.starts import Life, NotForked, Start, start_fresh
+from appliance.worker.starts import Life, Start, start_fresh
 
 READ_BYTES = 1 << 18
 SHUTDOWN_SECONDS = 2.0

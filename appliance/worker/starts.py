@@ -19,11 +19,6 @@ ROLE: Final = "worker"
 """Of what is forked."""
 
 
-class NotForked(Exception):
-    """The worker died at once, or the process that it was to be forked from died before it had
-    forked any."""
-
-
 class Life(Protocol):
     """A worker's process."""
 
@@ -81,27 +76,12 @@ class ForkedStart:
 
     async def __call__(self, connection: socket.socket, host_fd: int, scratch: str) -> Life:
         self._forks.start()
-        await self._forks.until_there()
-        born: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-
-        def on_forked(child: Child) -> None:
-            if born.done():  # it is not waited for any more
-                kill(child.handle)
-                os.close(child.handle)
-            else:
-                born.set_result(child)
-
-        def on_lost(error: OSError | None) -> None:
-            if not born.done():
-                born.set_exception(error or NotForked())
-
         # The kernel ends a worker when this is closed: its parent is not the daemon.
         theirs, ours = os.pipe()
         try:
             order = Fork(self._forks.next_number(), ROLE, scratch)
-            self._forks.fork(order, [connection.fileno(), host_fd, theirs], on_forked, on_lost)
-            connection.close()
-            return _Forked(await born, ours)
+            child = await self._forks.child(order, [connection.fileno(), host_fd, theirs])
+            return _Forked(child, ours)
         except BaseException:
             os.close(ours)
             raise

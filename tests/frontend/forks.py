@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from appliance.forking.orders import Fork
-from appliance.forking.server import Child, ForkServer, kill
+from appliance.forking.server import Child, ForkServer
 from appliance.gateway.front_forks import front_forks
 from appliance.service.front_frames import Role
 from tests.patience import PATIENCE_SECONDS
@@ -28,8 +27,8 @@ class FrontForks:
         self._server: ForkServer | None = None
 
     async def fork(self, descriptors: Sequence[int]) -> Child:
-        """A front end with copies of the descriptors of frames and of connections. Raises `OSError`
-        if there is none, and `TimeoutError`."""
+        """A front end with copies of the descriptors of frames and of connections. If there is
+        none, raises `OSError`, `NotForked` or `TimeoutError`."""
         return await asyncio.wrap_future(self._soon(self._fork(descriptors)))
 
     def stop(self) -> None:
@@ -57,21 +56,6 @@ class FrontForks:
         if self._server is None:
             self._server = front_forks()
             self._server.start()
-        forked: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-
-        def there(child: Child) -> None:
-            if forked.done():  # the test was told that there is none
-                kill(child.handle)
-                os.close(child.handle)
-            else:
-                forked.set_result(child)
-
-        def lost(error: OSError | None) -> None:
-            if not forked.done():
-                forked.set_exception(error or OSError("the front end died at once"))
-
+        order = Fork(self._server.next_number(), Role.FRONT_END)
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await self._server.until_there()
-            order = Fork(self._server.next_number(), Role.FRONT_END)
-            self._server.fork(order, descriptors, there, lost)
-            return await forked
+            return await self._server.child(order, descriptors)

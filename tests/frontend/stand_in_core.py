@@ -17,7 +17,7 @@ import msgspec
 
 from appliance import framing
 from appliance.access.auth import KEYLESS, Access
-from appliance.forking.server import Child, kill
+from appliance.forking.server import Child, kill, wait_ended
 from appliance.gateway.accounts import Accounts
 from appliance.gateway.forwarding.forwards import Forwarding, Forwards
 from appliance.gateway.held_bodies import HeldBodies
@@ -454,13 +454,10 @@ class StandInCore:
 
 async def ended(process: int) -> None:
     """Return when the process of a pidfd has ended, and close that."""
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(process, over.set)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await over.wait()
+            await wait_ended(process)
     finally:
-        loop.remove_reader(process)
         os.close(process)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
 from appliance.forking.orders import Fork
-from appliance.forking.server import Child, ForkServer
+from appliance.forking.server import Child, ForkServer, wait_ended
 from tests.patience import PATIENCE_SECONDS
 
 SERVING = """
@@ -97,12 +100,8 @@ class Asked:
     async def end(self) -> None:
         """Have it end."""
         self.connection.close()
-        loop = asyncio.get_running_loop()
         if self.child is not None:
-            gone = asyncio.Event()
-            loop.add_reader(self.child.handle, gone.set)
-            await gone.wait()
-            loop.remove_reader(self.child.handle)
+            await wait_ended(self.child.handle)
             os.close(self.child.handle)
 
 
@@ -143,6 +142,75 @@ async def test_a_process_is_forked_for_each_order() -> None:
             assert asked.child is not None
             os.kill(asked.child.pid, 0)
             await asked.end()
+
+
+async def ended(connection: socket.socket) -> None:
+    """Return when the process with the other end is gone, and what it has said is read."""
+    while await asyncio.get_running_loop().sock_recv(connection, 1024):
+        pass
+
+
+async def test_a_process_can_be_waited_for() -> None:
+    """From before anything can be ordered, until it is there."""
+    forks, (connection, theirs) = server(), socket.socketpair()
+    connection.setblocking(False)
+    forks.start()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        with theirs:
+            child = await forks.child(Fork(forks.next_number(), "teller"), [theirs.fileno()])
+        os.kill(child.pid, 0)
+        connection.shutdown(socket.SHUT_WR)
+        await ended(connection)
+        await wait_ended(child.handle)
+        await forks.stop()
+    os.close(child.handle)
+    connection.close()
+
+
+async def test_a_process_that_is_not_waited_for_any_more_is_ended(tmp_path: Path) -> None:
+    """It is forked after that."""
+    pipe = tmp_path / "told"
+    os.mkfifo(pipe)
+    forks, (connection, theirs) = server(SLOW.format(path=str(pipe))), socket.socketpair()
+    connection.setblocking(False)
+    forks.start()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await forks.until_there()
+        with theirs:
+            order = Fork(forks.next_number(), "teller")
+            waits = asyncio.create_task(forks.child(order, [theirs.fileno()]))
+            await asyncio.sleep(0)
+        waits.cancel()
+        await asyncio.wait([waits])
+        await asyncio.to_thread(pipe.write_bytes, b"")
+        await ended(connection)
+        await forks.stop()
+    connection.close()
+
+
+async def test_a_process_that_comes_as_the_wait_is_cancelled_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both in one moment of the event loop: its handle is not left behind either."""
+    forks, loop = server(), asyncio.get_running_loop()
+    monkeypatch.setattr(forks, "until_there", AsyncMock())
+    process = await asyncio.create_subprocess_exec("sleep", "600")
+    handle = os.pidfd_open(process.pid)
+
+    def fork(
+        order: Fork, descriptors: object, on_forked: Callable[[Child], None], _: object
+    ) -> None:
+        loop.call_soon(on_forked, Child(process.pid, handle))
+        loop.call_soon(waits.cancel)
+
+    monkeypatch.setattr(forks, "fork", fork)
+    waits = asyncio.create_task(forks.child(Fork(1, "teller"), []))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await asyncio.wait([waits])
+        assert waits.cancelled()
+        assert await process.wait() == -signal.SIGKILL
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
 
 
 async def test_an_order_is_lost_with_the_process(tmp_path: Path) -> None:
