@@ -17,6 +17,7 @@ import msgspec
 from appliance.fleet.calls import Answer, Call, Failed, Head, Headers, Hint, Item
 from appliance.fleet.catalogues import LISTS, loads, merged
 from appliance.fleet.hints import read_hint
+from appliance.fleet.whole_parts import EVENT_ENDS, LINE_ENDS, WholeParts
 from appliance.http.error_formats import shape_of
 from appliance.http.errors import ApiError
 from appliance.http.streaming import HungUp, unless_hung_up
@@ -37,6 +38,10 @@ BOX_HEADER: Final = b"x-appliance-box"
 """Which box has answered."""
 LOADS_PATH: Final = "/api/fleet"
 REFUSALS: Final = frozenset({429, 503})
+NDJSON: Final = b"application/x-ndjson"
+EVENT_STREAM: Final = b"text/event-stream"
+ENDS: Final = {NDJSON: LINE_ENDS, EVENT_STREAM: EVENT_ENDS}
+"""Of the parts of a stream, by its format."""
 MOST_HELD_BYTES: Final = 1 << 20
 """Of an answer that is no stream: if it breaks off, the client gets an error in its place."""
 MOST_HELD_ANSWERS: Final = 64
@@ -214,10 +219,10 @@ class _Client:
     async def stream(
         self, head: Head, items: AsyncGenerator[Item, None], answers: _HeldAnswers
     ) -> None:
-        """An answer as it comes. One that breaks off ends with an error, if its format has a place
-        for that; else the connection ends before its time. JSON has none, and begins when it is
-        whole, or when as much of it is there as may be held. Raises `ApiError` if it breaks off
-        before it has begun."""
+        """An answer as it comes, in whole lines or events, up to 64 KiB of each. One that breaks
+        off ends with an error, if its format has a place for that; else the connection ends before
+        its time. JSON has none, and begins when it is whole, or when as much of it is there as may
+        be held. Raises `ApiError` if it breaks off before it has begun."""
         headers = [*head.headers, (BOX_HEADER, head.box.encode())]
         if _kind(head) == b"application/json":
             async with answers.beginning(items) as (body, whole):
@@ -227,28 +232,28 @@ class _Client:
                 return
         else:
             await self._start(head.status, headers)
-        line_begun = False
+        kind = _kind(head)
+        parts = WholeParts(ENDS[kind]) if kind in ENDS else None
         async for item in items:
             match item:
                 case bytes():
-                    if item:
-                        # White space that kept a silent stream alive begins no line.
-                        _, newline, line = item.rpartition(b"\n")
-                        line_begun = bool(line.strip()) or (line_begun and not newline)
-                        await self._bytes(item)
+                    ready = item if parts is None else parts.ready(item)
+                    if ready:
+                        await self._bytes(ready)
                 case Failed():
-                    last = self._last_words(head, _broken(item), line_begun)
+                    begun = parts is not None and parts.begun
+                    last = self._last_words(kind, _broken(item), begun)
                     if last is None:
                         raise ConnectionAbortedError(item.reason)
-                    await self._bytes(last)
-        await self._bytes(b"", more=False)
+                    await self._bytes(last, more=False)
+                    return
+        await self._bytes(b"" if parts is None else parts.rest(), more=False)
 
-    def _last_words(self, head: Head, error: ApiError, line_begun: bool) -> bytes | None:
-        kind = _kind(head)
+    def _last_words(self, kind: bytes, error: ApiError, begun: bool) -> bytes | None:
         said = shape_of(self.path)(error, self.header(b"x-request-id").decode("latin-1"))
-        if kind == b"application/x-ndjson":
-            return (b"\n" if line_begun else b"") + said + b"\n"
-        if kind == b"text/event-stream":
+        if kind == NDJSON:
+            return (b"\n" if begun else b"") + said + b"\n"
+        if kind == EVENT_STREAM:
             if self.path.startswith(("/v1/messages", "/v1/responses")):
                 return b"\n\nevent: error\ndata: %s\n\n" % said
             return b"\n\ndata: %s\n\ndata: [DONE]\n\n" % said

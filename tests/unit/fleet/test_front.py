@@ -132,7 +132,7 @@ async def test_a_client_that_hangs_up_is_gone_for_the_box() -> None:
     [
         (PATH, EVENTS, b"data: 1\n\n", b"data: [DONE]\n\n"),
         ("/v1/messages", EVENTS, b"event: x\ndata: 1\n\n", b'"request_id":""}\n\n'),
-        ("/api/chat", LINES, b'{"done":fal', b"}\n"),
+        ("/api/chat", LINES, b'{"done":false}\n', b"}\n"),
     ],
 )
 async def test_a_stream_that_breaks_off_ends_with_an_error(
@@ -160,10 +160,11 @@ async def test_a_stream_that_breaks_off_ends_with_an_error(
         ((b'{"done":false}\n', b" "), 2),
         ((b'{"done":false}\n  ',), 2),
         ((b' {"done":false}', b"\n"), 2),
-        ((b' {"done":fal', b" "), 2),  # the first of which broke off
+        ((b' {"done":fal', b" "), 1),  # what broke off is left out
+        ((b'{"done":false}\n{"do', b'ne":fal'), 2),
     ],
 )
-async def test_lines_that_break_off_are_all_json_but_the_broken_one(
+async def test_lines_before_and_after_a_break_are_all_json(
     begun: tuple[bytes, ...], lines: int
 ) -> None:
     boxes = {name: ScriptedBox(headers=LINES, chunks=begun, breaks=True) for name in "ab"}
@@ -173,8 +174,34 @@ async def test_lines_that_break_off_are_all_json_but_the_broken_one(
     *before, last, rest = answer.content.split(b"\n")
     assert (len(before), rest) == (lines - 1, b"")
     assert "gave no whole answer" in json.loads(last)["error"]
-    for line in before:
-        assert line.strip() == b'{"done":fal' or json.loads(line) == {"done": False}
+    assert [json.loads(line) for line in before] == [{"done": False}] * (lines - 1)
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("begun", [(b'data: {"id', b'":"'), (b"event: x\n",), (b"event: x\nda",)])
+async def test_events_before_and_after_a_break_are_whole(path: str, begun: tuple[bytes]) -> None:
+    """The event that broke off is left out."""
+    chunks = (b"data: {}\n", b"\n", *begun)
+    boxes = {name: ScriptedBox(headers=EVENTS, chunks=chunks, breaks=True) for name in "ab"}
+    async with fleet_of(boxes) as (client, _):
+        answer = await client.post(path, json=CHAT)
+
+    assert b"event: x" not in answer.content
+    words = [line.removeprefix(b"data: ") for line in answer.content.splitlines()]
+    first, error = [json.loads(word) for word in words if word.startswith(b"{")]
+    assert first == {}
+    assert "gave no whole answer" in json.dumps(error)
+
+
+async def test_white_space_that_keeps_a_silent_stream_alive_comes_at_once() -> None:
+    box = ScriptedBox(headers=LINES, chunks=(b" ", b'{"done":true}\n'), waits=asyncio.Event())
+    async with fleet_of({"box": box}) as (client, _):
+        async with client.stream("POST", "/api/chat", json=CHAT) as answer:
+            pieces = answer.aiter_raw()
+            assert await anext(pieces) == b" "
+            assert box.waits is not None
+            box.waits.set()
+            assert await anext(pieces) == b'{"done":true}\n'
 
 
 async def test_an_answer_that_is_no_stream_is_held_until_it_is_whole() -> None:
