@@ -125,15 +125,16 @@ DIALECTS: dict[str, Dialect] = {
 }
 
 
-def questions(models: Sequence[str], count: int, salt: int = 0) -> list[Question]:
-    """So many, of all models and dialects; always the same ones."""
+def questions(models: Sequence[str], count: int, salt: int = 0, longer: int = 1) -> list[Question]:
+    """So many, of all models and dialects; always the same ones. Answers are `longer` times as
+    long."""
     names = list(DIALECTS)
     return [
         Question(
             dialect=names[(number + number // len(names)) % len(names)],
             model=models[(number * 7 + salt) % len(models)],
             prompt=f"{OPENINGS[number % 5]} {SUBJECTS[number * 5 % 6]}. {number * 31 + salt}",
-            tokens=8 + number * 37 % 41,
+            tokens=longer * (8 + number * 37 % 41),
         )
         for number in range(count)
     ]

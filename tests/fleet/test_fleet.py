@@ -15,8 +15,11 @@ from tests.patience import PATIENCE_SECONDS
 
 CLIENTS = 100
 ROUNDS = 2
-MOST_LOADS, MOST_SWITCHES = 0.6, 0.8
-"""Of those of random routing."""
+LONGER = 4
+"""Times as long are answers where switches are counted. With short ones boxes idle, and a request
+for another model than the last one's is a switch, which costs nothing if both are on the device."""
+MOST = 0.6
+"""Of the loads of weights, and of the switches, with random routing."""
 
 
 async def expected(fleet: Fleet, asked: Sequence[Question]) -> dict[Question, str]:
@@ -74,10 +77,9 @@ def clear(outcome: Outcome) -> bool:
 
 
 async def test_answers_are_those_of_a_box_and_models_stay_where_they_are(fleet: Fleet) -> None:
-    """Random routing first, then the fleet's rule, on the same load. It saves loads of weights. Of
-    switches it saves fewer: those between models that are both on the device cost nothing, and the
-    policy of a box makes them as often as it likes."""
-    asked = questions(MODELS, CLIENTS * ROUNDS)
+    """Random routing first, then the fleet's rule, on the same load: it saves switches, and loads
+    of weights."""
+    asked = questions(MODELS, CLIENTS * ROUNDS, longer=LONGER)
     known = await expected(fleet, asked)
     loads: dict[str, float] = {}
     switches: dict[str, float] = {}
@@ -94,8 +96,8 @@ async def test_answers_are_those_of_a_box_and_models_stay_where_they_are(fleet: 
         assert {o.question.dialect for o in outcomes} == set(DIALECTS)
         assert set(Counter(o.box for o in outcomes)) == set(CATALOGUES)
     assert loads["random"] > 0
-    assert loads["residency_prefix"] <= MOST_LOADS * loads["random"], loads
-    assert switches["residency_prefix"] <= MOST_SWITCHES * switches["random"], switches
+    assert loads["residency_prefix"] <= MOST * loads["random"], loads
+    assert switches["residency_prefix"] <= MOST * switches["random"], switches
 
 
 async def test_lists_have_the_models_of_all_boxes(fleet: Fleet) -> None:
