@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from appliance.frontend.serving import seams
-from appliance.frontend.serving.engine_client import EngineClient, NotAvailable
+from appliance.frontend.serving.engine_client import (
+    CoreRefusal,
+    EngineClient,
+    NotAvailable,
+    is_refusal,
+)
+from appliance.service.front_frames import Refused
 
 
 def test_this_vllm_is_the_one() -> None:
@@ -43,3 +50,20 @@ def test_methods_without_meaning_say_so_by_name(name: str) -> None:
     client: Any = EngineClient.__new__(EngineClient)
     with pytest.raises(NotAvailable, match=name):
         getattr(client, name)()
+
+
+REFUSED = CoreRefusal(Refused(call=1, status=429, code="queue_full", message="full"))
+
+
+@pytest.mark.parametrize(
+    ("exc_info", "refusal"),
+    [
+        ((CoreRefusal, REFUSED, None), True),
+        ((ValueError, ValueError("no"), None), False),
+        (None, False),
+        (False, False),
+    ],
+    ids=["a refusal", "another error", "no error", "asyncio reports without an error"],
+)
+def test_refusals_are_told_from_faults(exc_info: Any, refusal: bool) -> None:
+    assert is_refusal(logging.makeLogRecord({"exc_info": exc_info})) is refusal

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from vllm.v1.engine.core_client import EngineCoreClient
 
 from appliance.engines.vllm.messages import decode_request
-from appliance.frontend.serving.model_fronts import arguments, configuration
+from appliance.frontend.core import Core
+from appliance.frontend.serving.engine_client import replace_engine
+from appliance.frontend.serving.model_fronts import ModelFronts, arguments, configuration
 from appliance.service.front_frames import Submit
 from tests.frontend.conftest import like, model_at
 from tests.frontend.stand_in_core import front_end
+from tests.patience import PATIENCE_SECONDS
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -67,3 +74,35 @@ async def test_defaults_of_sampling_are_the_checkpoints(generator: Path) -> None
         (0.25, 7, 0.75, 1.5),
         (1.0, 7, 0.5, 1.5),
     ]
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_is_removed_leaves_no_task(
+    generator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for its tokens ends when nothing uses the model any more. A task that is collected
+    while it waits would be reported as a fault."""
+    make = "make_async_mp_client"
+    monkeypatch.setattr(EngineCoreClient, make, vars(EngineCoreClient)[make])  # to be put back
+    replace_engine()
+    reported: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, what: reported.append(what["message"]))
+    before = asyncio.all_tasks()
+    fronts = ModelFronts(Core(), [model_at(generator, "removed")])
+    front = await fronts.get(fronts.resolve("removed"))
+    front.llm._run_output_handler()
+    (waiting,) = asyncio.all_tasks() - before
+    for _ in range(3):
+        await asyncio.sleep(0)  # it gets to where it waits
+    watched = weakref.ref(waiting)
+    del front, waiting
+
+    fronts.change([])
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while watched() is not None:
+            gc.collect()
+            await asyncio.sleep(0)  # the loop may still hold what was awaited
+
+    # Clients of other tests are collected, too.
+    assert "Task was destroyed but it is pending!" not in reported

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -17,6 +18,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.multimodal.cache.base import MultiModalCache
 from vllm.tasks import SupportedTask
+from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as EngineFinishReason
@@ -104,7 +106,8 @@ class CoreRefusal(GracefulHTTPError):  # type: ignore[misc]
 
 def is_refusal(record: logging.LogRecord) -> bool:
     """Whether a record of the log is about a refusal of the core, which is no fault here."""
-    return record.exc_info is not None and isinstance(record.exc_info[1], CoreRefusal)
+    # Asyncio logs what has no exception with False in its place.
+    return bool(record.exc_info) and isinstance(record.exc_info[1], CoreRefusal)
 
 
 def _known_status(status: int) -> HTTPStatus:
@@ -343,6 +346,15 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
             _making.reset(making)
         self.engine_core.processor = self.output_processor
         self._in_parts = model.task is Task.TRANSCRIPTION
+
+    def _run_output_handler(self) -> None:
+        """As vLLM's, but the task is ended when this object is collected: nothing else knows it,
+        and asyncio reports a task that is collected while it waits."""
+        known = self.output_handler
+        super()._run_output_handler()
+        if self.output_handler is not known:
+            ended = weakref.finalize(self, cancel_task_threadsafe, self.output_handler)
+            ended.atexit = False
 
     async def generate(self, *args: Any, **settings: Any) -> AsyncIterator[Any]:
         """As vLLM's; of a long sound one part after another, so that it counts as one request of
