@@ -224,7 +224,8 @@ class _Client:
         its time. JSON has none, and begins when it is whole, or when as much of it is there as may
         be held. Raises `ApiError` if it breaks off before it has begun."""
         headers = [*head.headers, (BOX_HEADER, head.box.encode())]
-        if _kind(head) == b"application/json":
+        kind = _kind(head)
+        if kind == b"application/json":
             async with answers.beginning(items) as (body, whole):
                 await self._start(head.status, headers)
                 await self._bytes(body, more=not whole)
@@ -232,7 +233,6 @@ class _Client:
                 return
         else:
             await self._start(head.status, headers)
-        kind = _kind(head)
         parts = WholeParts(ENDS[kind]) if kind in ENDS else None
         async for item in items:
             match item:

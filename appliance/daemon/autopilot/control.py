@@ -353,7 +353,6 @@ class Control:
         self.configured_times += 1
         self.terms, self._configured, self._held = terms, configured, False
         self._next = at.seconds + terms.interval_seconds
-        self._paced_from = min(self._paced_from, at.seconds)
         return [*ends, *forgotten]
 
     # --- what follows ----------------------------------------------------------------------------

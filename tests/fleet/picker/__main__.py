@@ -1,8 +1,8 @@
 """Envoy and llm-d's picker in front of three boxes: `python -m tests.fleet.picker ENVOY EPP`.
 
-Three real daemons (CPU, six models on each, room for two) and a plain box. It prints what was seen,
-and its status is 1 if something was not as docs/fleet.md says. It takes some minutes, and is
-no part of `make test-fleet`, as the picker is no package.
+Three real daemons (CPU, six models on each, room for two or three) and a plain box. It prints what
+was seen, and its status is 1 if something was not as docs/fleet.md says. It takes some minutes, and
+is no part of `make test-fleet`, as the picker is no package.
 """
 
 from __future__ import annotations
@@ -112,28 +112,28 @@ async def load(
         return [one for part in await asyncio.gather(*map(share, shares)) for one in part]
 
 
-def switches(stack: Stack) -> float:
-    return sum(box.switches() for box in stack.boxes)
+def loads(stack: Stack) -> float:
+    return sum(box.loads() for box in stack.boxes)
 
 
 async def together(
     stack: Stack, front: httpx.AsyncClient, direct: list[httpx.AsyncClient], report: Report
 ) -> None:
-    """The same load at boxes by chance, then through the picker: the same texts. Switches are only
-    told: the models of these boxes come and go several times within the picker's second."""
+    """The same load at boxes by chance, then through the picker: the same texts. Loads of weights
+    are only told: models of these boxes come and go several times within the picker's second."""
     asked = [q for q in questions(MODELS, 2 * COUNT) if q.dialect in ROUTED][:COUNT]
     texts: dict[str, dict[Question, str | None]] = {}
     counted: dict[str, float] = {}
     for name, clients in {"by chance": direct, "picker": [front]}.items():
-        before = await asyncio.to_thread(switches, stack)
+        before = await asyncio.to_thread(loads, stack)
         outcomes = await load(clients, asked, 11)
-        counted[name] = await asyncio.to_thread(switches, stack) - before
+        counted[name] = await asyncio.to_thread(loads, stack) - before
         texts[name] = {outcome.question: outcome.text for outcome in outcomes}
         errors = Counter(outcome.error for outcome in outcomes if outcome.error)
         report.check(f"{COUNT} requests, {name}", not errors, f"errors: {dict(errors)}")
     same = texts["picker"] == texts["by chance"]
     report.check("the same texts", same, f"in {len(ROUTED)} dialects")
-    report.say(f"      switches: {counted}")
+    report.say(f"      weights were loaded: {counted}")
 
 
 async def other_dialects(front: httpx.AsyncClient, report: Report) -> None:
@@ -176,10 +176,11 @@ async def leaving(
     report.check(f"after a box was {how}", bool(seen["after"]) and not lost, f"{len(lost)} lost")
 
 
-async def answers(front: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+async def answers(stack: Stack, front: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
     """Wait until Envoy, the picker and a box answer."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
+            stack.check()
             with suppress(httpx.TransportError):
                 if (await front.post(path, json=body)).status_code == 200:
                     return
@@ -190,7 +191,7 @@ async def main(envoy: Path, epp: Path, folder: Path) -> int:
     report = Report()
     keys = folder / "keys.json"
     key, observer = keys_in(keys)
-    # The switches in docs/fleet.md were counted so.
+    # The loads in docs/fleet.md were counted so.
     boxes = [
         BoxProcess(name, free_port(), folder / name, MODELS, keys, short_turns=True)
         for name in "abc"
@@ -210,7 +211,7 @@ async def main(envoy: Path, epp: Path, folder: Path) -> int:
         front = await exits.enter_async_context(client(stack.url, key))
         direct = [await exits.enter_async_context(client(box.url, key)) for box in boxes]
 
-        await answers(front, passage.CHAT, passage.body(passage.CHAT))
+        await answers(stack, front, passage.CHAT, passage.body(passage.CHAT))
         report.say(f"boxes in the file: {', '.join(stack.listed())}")
         await passage.scrapes(plain, report.check)
         hits = await passage.by_path(front, plain)
@@ -242,7 +243,7 @@ async def main(envoy: Path, epp: Path, folder: Path) -> int:
         stack.finish("picker")
         await passage.without_picker(front, address, lambda: other.reached, report.check)
         stack.pick()
-        await answers(front, passage.CHAT, first)
+        await answers(stack, front, passage.CHAT, first)
         report.check("the picker came back", True, "requests are answered again")
     report.say(f"{report.wrong} wrong")
     return min(report.wrong, 1)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from appliance.demo.run import free_port
 from tests.fleet.boxes import ROOT, BoxProcess
@@ -30,6 +31,24 @@ def keys_in(file: Path) -> tuple[str, str]:
     return create("clients", "--slo"), create("picker", "--scope", "observe")
 
 
+class Ports(NamedTuple):
+    """What the picker and Envoy listen at."""
+
+    front: int
+    admin: int
+    picker: int
+    health: int
+    metrics: int
+
+
+def free_ports() -> Ports:
+    """No two of them are the same, though none is in use yet."""
+    found: set[int] = set()
+    while len(found) < len(Ports._fields):
+        found.add(free_port())
+    return Ports(*found)
+
+
 @dataclass
 class Stack:
     """What runs, in a folder with the logs of all of it."""
@@ -40,13 +59,12 @@ class Stack:
     boxes: Sequence[BoxProcess]
     observer: str
     """The key with which `appliance fleet endpoints` asks."""
-    port: int = field(default_factory=free_port)
-    grpc_port: int = field(default_factory=free_port)
+    ports: Ports = field(default_factory=free_ports)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.ports.front}"
 
     @property
     def endpoints(self) -> Path:
@@ -62,6 +80,13 @@ class Stack:
         process = self.processes.pop(name)
         process.terminate()
         process.wait()
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if something that was started has ended."""
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                log = self.folder / f"{name}.log"
+                raise RuntimeError(f"{name} ended with status {process.returncode}; see {log}")
 
     def poll(self, more: Sequence[str]) -> None:
         """Follow the boxes, and `more` of them, given as `NAME=URL`."""
@@ -85,15 +110,18 @@ class Stack:
         file.write_text(text.replace("/etc/llm-d/endpoints.yaml", str(self.endpoints)), "utf-8")
         self.begin(
             "picker", self.epp, "--pool-name", "appliance", "--config-file", file,
-            "--grpc-port", str(self.grpc_port), "--secure-serving=false", "--tracing=false",
+            "--grpc-port", str(self.ports.picker), "--secure-serving=false", "--tracing=false",
             "--enable-pprof=false",
-            "--grpc-health-port", str(free_port()), "--metrics-port", str(free_port()),
+            "--grpc-health-port", str(self.ports.health),
+            "--metrics-port", str(self.ports.metrics),
         )  # fmt: skip
 
     def front(self) -> None:
         """Start Envoy: the packaged file, but for its three ports."""
         text = (PACKAGED / "envoy.yaml").read_text(encoding="utf-8")
-        ports = {"19000": free_port(), "8080": self.port, "9002": self.grpc_port}
+        ports = {
+            "19000": self.ports.admin, "8080": self.ports.front, "9002": self.ports.picker,
+        }  # fmt: skip
         for port, here in ports.items():
             assert f"port_value: {port}}}" in text
             text = text.replace(f"port_value: {port}}}", f"port_value: {here}}}")

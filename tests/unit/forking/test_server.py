@@ -179,10 +179,11 @@ async def test_a_process_that_is_not_waited_for_any_more_is_ended(tmp_path: Path
         with theirs:
             order = Fork(forks.next_number(), "teller")
             waits = asyncio.create_task(forks.child(order, [theirs.fileno()]))
-            await asyncio.sleep(0)
+            # It can be opened once the order was read, which waits for it.
+            told = await asyncio.to_thread(pipe.open, "wb")
         waits.cancel()
         await asyncio.wait([waits])
-        await asyncio.to_thread(pipe.write_bytes, b"")
+        told.close()
         await ended(connection)
         await forks.stop()
     connection.close()
