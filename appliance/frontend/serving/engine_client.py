@@ -106,8 +106,8 @@ class CoreRefusal(GracefulHTTPError):  # type: ignore[misc]
 
 def is_refusal(record: logging.LogRecord) -> bool:
     """Whether a record of the log is about a refusal of the core, which is no fault here."""
-    # Asyncio logs what has no exception with False in its place.
-    return bool(record.exc_info) and isinstance(record.exc_info[1], CoreRefusal)
+    known = record.exc_info  # False in asyncio's reports without an exception
+    return isinstance(known[1], CoreRefusal) if known else False
 
 
 def _known_status(status: int) -> HTTPStatus:
