@@ -86,7 +86,8 @@ class BoxProcess:
         """How often a model's weights came to the device so far."""
         series = 'appliance_transfer_seconds_count{kind="weights"} '
         text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(series))
+        (row,) = [line for line in text.splitlines() if line.startswith(series)]
+        return float(row.split()[-1])
 
     def ended(self, model: str) -> float:
         """Requests for a model that have ended."""

@@ -102,7 +102,9 @@ def test_the_three_commands_of_the_readme(home: dict[str, str], tmp_path: Path) 
     with serving((str(models),), home, log) as url:
         until(lambda: "instance 0 is up" in log.read_text())
         answer = printed(run, home | {"APPLIANCE_URL": url})
-        now = printed(ps, home)  # at the admin socket
+        # At the admin socket. One model answers while engines of others are built.
+        until(lambda: "building" not in printed(ps, home))
+        now = printed(ps, home)
 
     lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
     logged = {without_numbers(json.loads(line)["message"]) for line in lines}

@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, Final
@@ -348,10 +348,11 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
         self._in_parts = model.task is Task.TRANSCRIPTION
 
     def _run_output_handler(self) -> None:
-        """As vLLM's, but the task is ended when this object is collected: nothing else knows it,
-        and asyncio reports a task that is collected while it waits."""
+        """As vLLM's, but the task is ended when this object is collected. vLLM ends it, too, but
+        it may be collected before that, and asyncio reports a task that is collected while it
+        waits. The task has nothing of the call that comes first, which may hold this object."""
         known = self.output_handler
-        super()._run_output_handler()
+        Context().run(super()._run_output_handler)
         if self.output_handler is not known:
             ended = weakref.finalize(self, cancel_task_threadsafe, self.output_handler)
             ended.atexit = False

@@ -181,9 +181,9 @@ async def test_a_process_that_is_not_waited_for_any_more_is_ended(tmp_path: Path
             waits = asyncio.create_task(forks.child(order, [theirs.fileno()]))
             # It can be opened once the order was read, which waits for it.
             told = await asyncio.to_thread(pipe.open, "wb")
-        waits.cancel()
-        await asyncio.wait([waits])
-        told.close()
+        with told:
+            waits.cancel()
+            await asyncio.wait([waits])
         await ended(connection)
         await forks.stop()
     connection.close()
