@@ -83,11 +83,10 @@ class BoxProcess:
         return sum(n for (name, _), n in rows.items() if name == "appliance_switches_total")
 
     def loads(self) -> float:
-        """How often a model's weights came to the device so far."""
+        """How often a model's weights came to the device so far: there is no line before that."""
         series = 'appliance_transfer_seconds_count{kind="weights"} '
         text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
-        (row,) = [line for line in text.splitlines() if line.startswith(series)]
-        return float(row.split()[-1])
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(series))
 
     def ended(self, model: str) -> float:
         """Requests for a model that have ended."""
