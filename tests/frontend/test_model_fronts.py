@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -17,7 +16,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from appliance.engines.vllm.messages import decode_request
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core
-from appliance.frontend.serving.engine_client import replace_engine
+from appliance.frontend.serving.engine_client import EngineClient, replace_engine
 from appliance.frontend.serving.model_fronts import ModelFronts, arguments, configuration
 from appliance.service.front_frames import Submit
 from tests.frontend.conftest import like, model_at
@@ -90,6 +89,13 @@ async def test_a_model_that_is_removed_leaves_no_task(
     reported: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, what: reported.append(what["message"]))
+    waits, over = asyncio.Event(), asyncio.Event()
+
+    async def nothing(_: EngineClient) -> None:
+        waits.set()
+        await loop.create_future()
+
+    monkeypatch.setattr(EngineClient, "get_output_async", nothing)
     before = asyncio.all_tasks()
     fronts = ModelFronts(Core(), [model_at(generator, "removed")])
     front = await fronts.get(fronts.resolve("removed"))
@@ -98,16 +104,14 @@ async def test_a_model_that_is_removed_leaves_no_task(
     front.llm._run_output_handler()
     current.reset(call)
     (waiting,) = asyncio.all_tasks() - before
-    for _ in range(3):
-        await asyncio.sleep(0)  # it gets to where it waits
-    watched = weakref.ref(waiting)
-    del front, waiting, call
-
-    fronts.change([])
+    waiting.add_done_callback(lambda _: over.set())
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while watched() is not None:
-            gc.collect()
-            await asyncio.sleep(0)  # the loop may still hold what was awaited
+        await waits.wait()
+        del front, waiting, call
 
-    # Clients of other tests are collected, too.
-    assert "Task was destroyed but it is pending!" not in reported
+        fronts.change([])
+        gc.collect()
+
+        # Clients of other tests are collected, too.
+        assert "Task was destroyed but it is pending!" not in reported
+        await over.wait()

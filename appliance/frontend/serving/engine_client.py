@@ -351,9 +351,8 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
         """As vLLM's, but the task is ended when this object is collected. vLLM ends it, too, but
         it may be collected before that, and asyncio reports a task that is collected while it
         waits. The task has nothing of the call that comes first, which may hold this object."""
-        known = self.output_handler
-        Context().run(super()._run_output_handler)
-        if self.output_handler is not known:
+        if self.output_handler is None:  # asked by every request
+            Context().run(super()._run_output_handler)
             ended = weakref.finalize(self, cancel_task_threadsafe, self.output_handler)
             ended.atexit = False
 
